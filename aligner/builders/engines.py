@@ -14,7 +14,7 @@ from aligner.config.engines import ENGINES
 from aligner.config.on_demand import imported, on_demand
 from aligner.config.quantization import describe, emulated, of_package, quantized
 from aligner.config.schema import Config
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import ModelConfig, generating
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine
@@ -128,7 +128,7 @@ def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) ->
 
 
 def make_refit(job: Job, model: ShardedModel) -> Refit:
-    return Refit(model, _engine(job, model.cfg), job.cfg.refit, skip=job.cfg.debug.skip_refit)
+    return Refit(model, _engine(job, generating(model.cfg)), job.cfg.refit, skip=job.cfg.debug.skip_refit)
 
 
 def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset | PromptMixture) -> Verifier:

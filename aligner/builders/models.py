@@ -9,7 +9,7 @@ from aligner.builders.job import Job
 from aligner.config.derived import minibatch_samples
 from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
-from aligner.config.sections.model.config import beside
+from aligner.config.sections.model.config import beside, generating
 from aligner.config.sections.optim import OptimConfig
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.data.steps import StepEncoder
@@ -42,12 +42,13 @@ def make_model(
     """Make a model to train for `steps` optimizer steps with `optim`, else a frozen one, on `layout` or the job's
     layout. Its adapters, if it has some, start with `factors`; its other weights are those of `trunk`, if set."""
     batch, source, layout = job.cfg.batch, trunk or initial.source(head), layout or job.layout
-    rows = {"packed": batch.packing, "share": batch.share_prompts}
+    shape = generating(initial.config) if optim is None else initial.config
+    rows = {"packed": batch.packing, "share": batch.share_prompts, "logits_bytes": batch.logits_bytes}
     rows |= {"seed": job.cfg.seed, "restore": None if trunk else partial(_restore, initial), "factors": factors}
     if optim is not None and initial.config.megatron.get("tp_comm_overlap"):
         make_buffers = on_demand("model.megatron.tp_comm_overlap")
         rows["buffers"] = make_buffers(initial.config, layout, job.dtype, batch.micro_batch_tokens)
-    model = ShardedModel(initial.config, layout, head, job.dtype, job.device, source, optim, steps, **rows)
+    model = ShardedModel(shape, layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.built.frozen.append(initial.weights)
         job.say(described(initial.config, head.kind, head.outputs))

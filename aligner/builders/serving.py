@@ -9,7 +9,7 @@ from aligner.builders.engines import child_engine, engine_dtype, policy_engine
 from aligner.builders.job import POLICY, Job
 from aligner.config.engines import ENGINES
 from aligner.config.on_demand import imported, on_demand
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import ModelConfig, generating
 from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid
 from aligner.refit.serve import OrderServer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def serve(job: Job) -> int:
     """Do what the trainer's ranks order, until they end; returns the exit code."""
-    cfg, bridge, model = job.cfg, job.bridge, job.initial.config
+    cfg, bridge, model = job.cfg, job.bridge, generating(job.initial.config)
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received
     engine = job.built.engines[POLICY] = _engine(job, model)

@@ -133,6 +133,11 @@ ranks.other_layers => parallel.stage_layers
 parallel.virtual_stages>1 => model.indexer.loss =0
     | with {parallel.virtual_stages=}: it would count the tokens of short micro-batches that are added for all to have
     a turn
+model.mtp.layers => parallel.pipeline =1
+    | with model.mtp.layers={model.mtp.layers}: the layer needs the embedding and the last layer on one rank
+    | Use parallel.tensor, parallel.context or parallel.expert.
+stage.name=dpo|kto|online_dpo|rm|sample => model.mtp.layers =0
+    | for stage {stage.name}: sft, distill, grpo and ppo train such a layer
 model.passes_beside => parallel.pipeline =1
     | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
     model.layer_input_size={model.layer_input_size}: stages pass hidden states alone
@@ -152,6 +157,8 @@ ranks.choices => parallel.stage_layers
     | stages that begin with an indexer of their own: layers {ranks.choices} use the choice of the layer before
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
 !model.indexer.heads => model.indexer.loss =0 | for a model without indexers (model.indexer)
+!model.traits.trains_ahead => model.mtp.layers =0
+    | for model.family={model.family}: deepseek_v3, glm4_moe and glm4_moe_lite train such a layer
 !model.moe.num_experts !scorer => parallel.expert =1 | for a model without experts (model.moe)
 model.moe.num_experts => model.moe.num_experts %parallel.expert
 model.moe.num_experts parallel.expert>1 batch.micro_batch_tokens => batch.packing =true

@@ -69,7 +69,7 @@ class Family:
     window_switch: bool = False  # config.json must say use_sliding_window
     default_window: int = 0  # for a config.json without sliding_window
     default_global: tuple[str, int] = ("", 0)  # without layer_types: key and default of n; each n-th is global
-    # files may have further layers for multi-token prediction, which are not read; config.json's key of their number
+    # files may have further layers for multi-token prediction, read with `model.mtp`; config.json's key of their number
     predicts_ahead: str = ""
     defaults: tuple[tuple[str, Any], ...] = ()  # for a config.json without other keys, if not DEFAULTS
     sizes: tuple[tuple[str, int], ...] = ()  # for a config.json without these
@@ -141,6 +141,11 @@ class Family:
     def trains_float32(self) -> bool:
         """Whether a bfloat16 model trains some parameters in float32."""
         return self.linear or self.hyper
+
+    @cached_property
+    def trains_ahead(self) -> bool:
+        """Whether a layer for multi-token prediction is one of its layers, which training supports (`model.mtp`)."""
+        return bool(self.predicts_ahead) and not (self.indexer or self.entries or self.single)
 
     @cached_property
     def single(self) -> bool:

@@ -81,7 +81,7 @@ def hf_config(
         del out["intermediate_size"]
     out |= family.constants
     if family.predicts_ahead:
-        out[family.predicts_ahead] = 0
+        out[family.predicts_ahead] = cfg.mtp.layers
     without = () if cfg.moe.num_experts else ("moe.",)  # in a family some of whose models have experts
     keys = [key for key in family.keys if not key[0].startswith(without)]
     out |= {theirs: _out_value(cfg, ours, default) for ours, theirs, default in keys}

@@ -293,5 +293,19 @@ _DELTA_NET = (
     _linear("out_norm.weight", ("norm.weight",), "value_head"),
     _linear("out_proj.weight", ("out_proj.weight",), "hidden linear_out", 1, "key_heads"),
 )
+
+
+def _ahead(ours: str, hf: str, *shape: str) -> ParamSpec:
+    return ParamSpec(f"{AHEAD}{ours}.weight", (f"model.layers.{{layer}}.{hf}.weight",), "copy", None, shape)
+
+
+# of a layer for multi-token prediction, which has the rows of a layer as well
+AHEAD, AHEAD_LAYER = "ahead.", "ahead.layer."
+PREDICTS_AHEAD = (
+    _ahead("enorm", "enorm", "hidden"),
+    _ahead("hnorm", "hnorm", "hidden"),
+    _ahead("eh_proj", "eh_proj", "hidden", "2hidden"),
+    _ahead("final_layernorm", "shared_head.norm", "hidden"),
+)
 LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"), float32=True)

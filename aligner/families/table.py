@@ -37,6 +37,7 @@ def dimensions(cfg: ModelConfig, num_labels: int = 1) -> dict[str, int]:
         "1": 1,
         "vocab": cfg.vocab_size,
         "hidden": cfg.hidden_size,
+        "2hidden": 2 * cfg.hidden_size,
         "ffn": cfg.ffn_hidden_size,
         "2ffn": 2 * cfg.ffn_hidden_size,
         "layer_input": cfg.layer_input_size,
@@ -108,7 +109,17 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
     for row in rows_of(cfg, head):
         layers = [layer for layer, each in enumerate(kinds) if row.is_in(each)]
         out += [_filled(row, sizes[kinds[layer]], layer, experts) for layer in (layers if is_of_layer(row) else (0,))]
-    return out
+    return out + (ahead_table(cfg) if head == "lm" and cfg.mtp.layers else [])
+
+
+def ahead_table(cfg: ModelConfig) -> list[ParamSpec]:
+    """Return the rows of the layer for multi-token prediction, the one behind the last in Hugging Face's files."""
+    layer = cfg.num_layers
+    kinds, experts = cfg.layer_kinds(layer), range(cfg.moe.num_experts)
+    sizes = dimensions(cfg.of_kinds(kinds))
+    inner = [row for row in rows_of(cfg, "") if is_of_layer(row) and row.is_in(kinds)]
+    inner = [replace(row, canonical=row.canonical.replace(rows.in_layer(""), rows.AHEAD_LAYER)) for row in inner]
+    return [_filled(row, sizes, layer, experts) for row in (*rows.PREDICTS_AHEAD, *inner)]
 
 
 def layer_table(cfg: ModelConfig, kinds: tuple[str, ...]) -> list[ParamSpec]:
@@ -128,7 +139,8 @@ def parameters(cfg: ModelConfig, head: str = "lm", outputs: int = 1) -> int:
     """Return the number of elements of all weights; tied embeddings once."""
     layers = Counter(map(cfg.layer_kinds, range(cfg.num_layers)))
     within = sum(count * prod(spec.shape) for kinds, count in layers.items() for spec in layer_table(cfg, kinds))
-    return within + sum(prod(spec.shape) for spec in end_table(cfg, head, outputs))
+    ends = end_table(cfg, head, outputs) + (ahead_table(cfg) if head == "lm" and cfg.mtp.layers else [])
+    return within + sum(prod(spec.shape) for spec in ends)
 
 
 def is_of_layer(row: ParamSpec) -> bool:

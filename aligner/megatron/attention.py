@@ -58,6 +58,7 @@ class Stream:
     indices: dict[int, Index] = field(default_factory=dict)  # of layers whose choice the following layers use
     keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and values, of layers that others read
     inputs: list[Tensor] = field(default_factory=list)  # of each layer, [N, 1, model.layer_input_size]
+    ahead: Packing | None = None  # pairs of the layer that predicts further tokens (`ops/packing/ahead.py`)
 
 
 class StreamAttention(SelfAttention):

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -43,6 +43,7 @@ from aligner.megatron.kernels import gelu_tanh, relu2
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.linear_attention import LinearAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
+from aligner.megatron.mtp import PredictingLayer
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, with_fields
 from aligner.megatron.transformer_engine import TE
 from aligner.megatron.variants import (
@@ -179,6 +180,13 @@ def layer_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout, layers: ra
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 
+def ahead_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout) -> ModuleSpec:
+    """Return the layer behind the last. `model.moe.aux_coef` does not balance its experts."""
+    own = replace(cfg, moe=replace(cfg.moe, aux_coef=0.0))
+    experts = partial(ExpertLayer, model=own, layout=layout)
+    return _layer(own, config, own.layer_kinds(own.num_layers), experts)
+
+
 def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:
     """Return a layer of these kinds."""
     submodules = get_gpt_layer_local_submodules(normalization="RMSNorm")
@@ -265,6 +273,7 @@ class StageModel(GPTModel):
 
     mixed_layers = False  # then each layer's parameters are tensors of their own in a checkpoint, else all layers' one
     lengths: tuple[int, ...] = ()  # layers of each stage
+    ahead: PredictingLayer | None  # behind the last layer, for training
 
     def _preprocess(self, input_ids: Tensor, *args: Any, packed_seq_params: Stream, **kwargs: Any) -> tuple:
         """Put what tokens give the layers into the stream."""
@@ -376,6 +385,8 @@ def build_model(
     if layout.virtual_stages > 1:  # for the schedule; before, GPTModel would take itself for one of the stages
         config.virtual_pipeline_model_parallel_size = layout.virtual_stages
         config.microbatch_group_size_per_vp_stage = layout.pipeline
+    predicts = cfg.mtp.layers and head.kind == "lm"
+    model.ahead = PredictingLayer(config, cfg, layout, ahead_spec(cfg, config, layout)) if predicts else None
     model.mixed_layers, model.lengths = cfg.mixed_layers, tuple(map(len, stages))
     factor = embedding_factor(cfg, dtype)
     if layout.is_first_stage:

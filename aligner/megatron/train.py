@@ -36,10 +36,11 @@ from aligner.megatron.groups import Layout
 from aligner.megatron.indexer_loss import IndexerLoss
 from aligner.megatron.lora import AdaptedModel, MergedWeights, SplitWeights, attach
 from aligner.megatron.model import Head, build_model, resolve_dtype
+from aligner.megatron.mtp import AheadLoss
 from aligner.megatron.optimizer_state import fuse
 from aligner.megatron.pipeline import Pipeline
 from aligner.megatron.quantized_base import hold, share_frozen
-from aligner.megatron.update import no_norms_apart, use_few_passes
+from aligner.megatron.update import know_norms_apart, use_few_passes
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.ops.kernels.frozen import Frozen
@@ -95,6 +96,7 @@ class ShardedModel:
         restore: Callable[[ShardedModel], None] | None = None,
         factors: WeightSource | None = None,
         buffers: UserBuffers | None = None,
+        logits_bytes: int = 1 << 28,  # of a layer that predicts further tokens (`over_logits`)
     ):
         """Build the model and load its weights.
 
@@ -116,14 +118,14 @@ class ShardedModel:
         self.step_count = 0  # optimizer steps taken: the weight version
         if restore is not None:
             restore(self)
-        self.held: list[Frozen] = []  # matrices in 4 or 8 bits
-        if optim is not None and cfg.lora.quantize_base != "none" and self.trunk is None:
-            self.held = hold(self.module, cfg)
+        holds = optim is not None and cfg.lora.quantize_base != "none" and self.trunk is None
+        self.held: list[Frozen] = hold(self.module, cfg) if holds else []  # matrices in 4 or 8 bits
         if optim is not None and cfg.lora.rank:
             self.adapted = attach(self.module, cfg, layout, head, seed)
             if factors is not None:
                 self.adapted.start_from(factors)
-        self.load, self.indexer_loss = ExpertLoad(self.module, cfg.moe, layout), IndexerLoss(self.module, cfg, layout)
+        self.load = ExpertLoad(self.module.decoder, cfg.moe, layout)
+        self.indexer_loss, self.ahead = IndexerLoss(self.module, cfg, layout), AheadLoss(self, logits_bytes)
         self._frequencies = {local: inverse_frequencies(cfg, local).to(device) for local in (False, True)}
         # Megatron's plain optimizer cannot save float32 parameters beside bfloat16 ones, its distributed one can
         mixed = head.kind == "score" or (cfg.lora.dora if self.adapted else cfg.traits.trains_float32)
@@ -136,9 +138,8 @@ class ShardedModel:
             self.optimizer = self._build_optimizer(optim)
         # in these layouts a row is on several ranks
         self._narrows = not (layout.context > 1 or layout.sequence) and cfg.narrows
-        self._schedule = get_forward_backward_func(
-            pp_size=layout.pipeline, vp_size=layout.virtual_stages if layout.virtual_stages > 1 else None
-        )
+        in_turns = layout.virtual_stages if layout.virtual_stages > 1 else None
+        self._schedule = get_forward_backward_func(pp_size=layout.pipeline, vp_size=in_turns)
 
     @property
     def exchanges(self) -> bool:
@@ -203,7 +204,7 @@ class ShardedModel:
             optimizer = on_demand(f"optim.name={optim.name}")(self, optim, **fields)
         fuse(optimizer)
         use_few_passes()
-        no_norms_apart(optimizer)
+        know_norms_apart(optimizer, self.module.ahead is not None and self.cfg.mtp.detach)
         return optimizer
 
     def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream]:
@@ -217,12 +218,13 @@ class ShardedModel:
             times = self._times(batch, packing, each)
             if micro_batch is FILLER:
                 each, times = torch.zeros_like(each), replace(times, count=torch.zeros_like(times.count))
+        ahead = self.ahead.pairs(packing, batch)
         packing, batch = packing.additive(self.dtype), replace(batch, routing=None)
         if not self.layout.is_last_stage:
             batch = batch.without(TeacherTargets)
-        batch, packing, near, times, each = upload([batch, packing, near, times, each], self.device)
+        batch, packing, near, times, each, ahead = upload([batch, packing, near, times, each, ahead], self.device)
         local = None if near is None else self._rotated(near, True)
-        stream = replace(self._rotated(packing, False), local=local, times=times, each=each)
+        stream = replace(self._rotated(packing, False), local=local, times=times, each=each, ahead=ahead)
         return replace(batch, packing=packing), stream
 
     def _times(self, batch: TrainBatch, packing: Packing, each: Tensor) -> Times:
@@ -252,7 +254,8 @@ class ShardedModel:
             context=layout.context,
             rank=layout.pgs.cp.rank(),
             over_heads=layout.over_heads,
-            share=batch.tokens if self.share else None,
+            # the last token that rows share has several next ones
+            share=batch.tokens if self.share and self.module.ahead is None else None,
             routing=batch.routing,
             ragged=self.module.config.rows is not None,
             segments=bool(self.cfg.linear.key_heads),
@@ -290,6 +293,7 @@ class ShardedModel:
         budget_bytes: int,
         beside: Sequence[Tensor] = (),
         numbers: int = 3,
+        weight: Tensor | None = None,
     ) -> Tensor:
         """Apply `read(logits [n, V_local], targets [n], ...) -> [n, ...]` to all predictions. Returns [B, T, ...] on
         every context rank (index t: of tokens[t]; 0 where the token before it is not `wanted`). `read` also gets, of
@@ -298,9 +302,10 @@ class ShardedModel:
         Logits, with the softmax and the gradient made of them (`numbers` float32 for each), take at most
         `budget_bytes` at a time. They are made in parts, and if more than one, again in backward.
 
-        hidden [N, H] of the last stage (a 1/TP share with sequence parallelism; [K, H] with a `Final`).
+        hidden [N, H] of the last stage (a 1/TP share with sequence parallelism; [K, H] with a `Final`). `weight`: in
+        place of the model's output matrix.
         """
-        weight = self.head_weight
+        weight = self.head_weight if weight is None else weight
         if not self.layout.sequence:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.layout.pgs.tp)
         hidden = self._predicting(hidden, batch)
@@ -354,6 +359,7 @@ class ShardedModel:
             language = self.head.kind == "lm"
             options = {"output_processor": last_hidden} if language else {}
             output = model(tokens[None], packing.positions[None], None, packed_seq_params=stream, **options)
+            output = self.ahead.attached(output, batch, stream)
             return output, lambda output, **kwargs: collect(output[:, 0] if language else output[0], batch, **kwargs)
 
         arguments = {
@@ -433,6 +439,7 @@ class ShardedModel:
 
         self.load.begin(micro_batches, lambda: self._look(micro_batches))
         self.indexer_loss.begin(micro_batches)
+        self.ahead.begin(micro_batches)
 
         # first, as gradients are reduced while those of the last one come, which has all
         fillers, numbers = self._fillers(most, most), count()
@@ -455,7 +462,7 @@ class ShardedModel:
         norm = 0.0 if grad_norm is None else float(grad_norm)  # with TransformerEngine it is on the device
         stats = (
             self._reduce(outputs) | self.load.metrics() | self.indexer_loss.metrics() | {"grad_norm": norm, "lr": lr}
-        )
+        ) | self.ahead.metrics()
         if self.adapted is not None:
             stats["lora/b_norm"] = self.adapted.b_norm()
         if not math.isfinite(stats["grad_norm"]):  # the same on every rank, and the weights are lost

@@ -26,11 +26,11 @@ def use_few_passes() -> None:
         setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
 
 
-def no_norms_apart(optimizer: MegatronOptimizer) -> None:
-    """Note that no parameter here has its own norm (as Megatron's of multi-token prediction have). Megatron would ask
-    all ranks, once for each optimizer. A pipeline stage whose layers are all dense has one less than a stage with
-    experts, which would wait for ever."""
-    optimizer._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
+def know_norms_apart(optimizer: MegatronOptimizer, apart: bool) -> None:
+    """Note whether some parameters have a norm `apart` (those of multi-token prediction). Megatron would ask all ranks,
+    once for each optimizer. A pipeline stage whose layers are all dense has one less than a stage with experts, which
+    would wait for ever."""
+    optimizer._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, apart)
 
 
 def norm_of_all(

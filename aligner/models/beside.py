@@ -30,7 +30,8 @@ def names_beside(tensors: HfTensors, cfg: ModelConfig) -> list[str]:
 
     def is_beside(name: str) -> bool:
         layer = _LAYER.match(name)
-        ahead = layer and cfg.traits.predicts_ahead and int(layer[1]) >= cfg.num_layers
+        carried = cfg.traits.predicts_ahead and not cfg.mtp.layers
+        ahead = layer and carried and int(layer[1]) >= cfg.num_layers
         unused = layer and _KEYS.fullmatch(name) and int(layer[1]) < cfg.num_layers and not cfg.has_keys(int(layer[1]))
         return bool(ahead or unused or name.startswith("mtp.") or (tensors.within and not OWN.match(name)))
 
@@ -61,7 +62,7 @@ def check_beside(tensors: HfTensors, cfg: ModelConfig, names: list[str]) -> list
     lines, heads = [], any(name.startswith(("mtp.", "model.layers.")) for name in names)
     for key, count in tensors.announced.items():
         ahead, layers = key.endswith(AHEAD), f"{tensors.where}: layers by config.json's {key}: expected {count}"
-        if ahead and count and not heads:
+        if ahead and count and not heads and not cfg.mtp.layers:
             lines.append(f"{layers}, found none: exports have none either")
         own = [len(of) for before, of in members.items() if _stack(before) and before.startswith("mtp.") == ahead]
         if own and max(own) != count:

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Collection
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.families.table import family_table
 from aligner.models.beside import check_beside, names_beside
+from aligner.models.copies import copies
 from aligner.models.params import expected_hf_shapes
 from aligner.models.quantised import FLOAT8, MXFP4
 from aligner.models.safetensors_io import HfTensors
@@ -32,6 +33,7 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     float, or an integer where the model has those. Also for a head that differs from tied embeddings, and for a reward
     model instead of a language model. A reward model may start from a language model, whose head is then unused.
     """
+    _check_ahead(tensors, cfg)
     announced = expected_hf_shapes(cfg)
     body = {name: shape for name, shape in announced.items() if name != LM_HEAD}
     if head == "lm" and SCORE in tensors:
@@ -39,7 +41,7 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     wanted = announced if head == "lm" else body
     missing = [name for name in wanted if name not in tensors]
     beside = names_beside(tensors, cfg)
-    known = {*body, LM_HEAD, SCORE, *beside}
+    known = {*body, LM_HEAD, SCORE, *beside, *copies(cfg)}
     unknown = [name for name in tensors if name not in known and not DISPENSABLE.fullmatch(name)]
     unknown += tensors.unlisted()
     if missing or unknown:
@@ -56,7 +58,12 @@ def check_folder(tensors: HfTensors, cfg: ModelConfig, head: str = "lm") -> dict
     for name in filter(tensors.scale_shape, [*wanted, *beside]):
         tensors.check_scale(name)
     if cfg.tie_embeddings and LM_HEAD in tensors:
-        _check_tied(tensors, cfg.traits.table[0].hf[0])
+        embedding = cfg.traits.table[0].hf[0]
+        remedy = "although config.json says tie_word_embeddings=true: set that to false to use both, or remove the head"
+        _check_equal(tensors, LM_HEAD, embedding, remedy)
+    for copy, original in copies(cfg).items():
+        if copy in tensors:
+            _check_equal(tensors, copy, original, "which model.mtp.layers=1 would use in its place: set that to 0")
     if head == "score" and SCORE in tensors:
         wanted = body | {SCORE: tensors.shape(SCORE)}
     tensors.close()
@@ -85,21 +92,26 @@ def _check_types(tensors: HfTensors, wanted: dict[str, tuple[int, ...]], integer
         raise CheckpointError(f"{tensors.where}: {pair}: expected half-precision numbers of one kind")
 
 
-def _check_tied(tensors: HfTensors, embedding: str) -> None:
-    """Check that a stored head equals tied embeddings.
+def _check_equal(tensors: HfTensors, copy: str, original: str, remedy: str) -> None:
+    """Check that a stored copy equals its original, as a head does tied embeddings.
 
     transformers uses a stored head that differs despite config.json, so the intended one is unknown.
     """
-    shape = tensors.shape(embedding)
-    same = tensors.shape(LM_HEAD) == shape
+    shape = tensors.shape(original)
+    same = tensors.shape(copy) == shape
     for row in range(0, shape[0] if same else 0, ROWS):
         stop = min(shape[0], row + ROWS)
-        same = same and bool((tensors.read(LM_HEAD, 0, row, stop) == tensors.read(embedding, 0, row, stop)).all())
+        same = same and bool((tensors.read(copy, 0, row, stop) == tensors.read(original, 0, row, stop)).all())
     if not same:
-        raise CheckpointError(
-            f"{tensors.where}: {LM_HEAD} differs from {embedding}, although config.json says tie_word_embeddings=true: "
-            "set that to false to use both, or remove the head"
-        )
+        raise CheckpointError(f"{tensors.where}: {copy} differs from {original}, {remedy}")
+
+
+def _check_ahead(tensors: HfTensors, cfg: ModelConfig) -> None:
+    """Check that a folder has as many layers for multi-token prediction as training is to learn."""
+    own = tensors.announced.get(cfg.traits.predicts_ahead, 0)
+    if cfg.mtp.layers and own != cfg.mtp.layers:
+        expected = f"0 with {tensors.where}: its config.json says {cfg.traits.predicts_ahead}={own}"
+        raise ConfigError("model.mtp.layers", cfg.mtp.layers, expected)
 
 
 def _first(names: Collection[str], limit: int = 3) -> str:

@@ -136,6 +136,7 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     wide = m.hidden_size * max(1, m.hyper.streams)  # between layers
     first = wide + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
     ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
+    ends += 6 * m.mtp.layers * m.hidden_size / share  # both inputs of such a layer, their norms, and its last one's
     again = recomputed(m, grid, stage, job.recompute)
     kept = sum(own * wide / share if twice else job.kept * size for size, twice in zip(layers, again, strict=True))
     turns, behind = grid.virtual, grid.pipeline - stage - 1

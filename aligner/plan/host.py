@@ -64,7 +64,7 @@ def engine_host_bytes(job: PlanJob) -> float:
     engine = job.engine
     if engine is None or not (engine.ranks and engine.reserved):
         return 0.0
-    return engine.element * parameters(job.policy.shape) / filled_together(job)
+    return engine.element * parameters(job.served.shape) / filled_together(job)
 
 
 def _model_items(job: PlanJob, model: PlannedModel, stage: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from aligner.config.quantization import matrix_bytes
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
-from aligner.config.sections.model.config import ModelConfig, beside, for_run
+from aligner.config.sections.model.config import ModelConfig, beside, for_run, generating
 from aligner.config.sections.vllm import request_shares
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
@@ -156,14 +156,19 @@ class PlanJob:
         return STAGES[self.stage].rollouts
 
     @property
+    def served(self) -> PlannedModel:
+        """What engines have of the policy, and what passes without gradient compute."""
+        return replace(self.policy, shape=generating(self.policy.shape))
+
+    @property
     def asked(self) -> tuple[PlannedModel, ...]:
         """Models with forward passes of their own, without gradient, before the update."""
         if not STAGES[self.stage].trains:
             return ()
         if not self.rollout or STAGES[self.stage].pairs:
             return tuple(model for model in self.models if self.passes.get(model.role))
-        own = (model for model in self.models if model.name != "reward")
-        return tuple(model for model in own if not (model is self.policy and self.old_in_update))
+        others = tuple(model for model in self.models[1:] if model.name != "reward")
+        return others if self.old_in_update else (self.served, *others)
 
     @property
     def taught(self) -> PlanJob:
@@ -191,8 +196,7 @@ class PlanJob:
             tokens = max(float(self.micro_tokens), longest) if worst else float(self.micro_tokens)
             count = ceil(rows * length / tokens)
             return count, min(tokens, rows * length) if worst else rows * length / count
-        micro = min(self.micro_rows, rows)
-        return ceil(rows / micro), micro * length
+        return ceil(rows / min(self.micro_rows, rows)), min(self.micro_rows, rows) * length
 
     def asked_by(self, judge: PlannedJudge) -> PlanJob:
         """Return a job whose rows are the questions of a judge."""
@@ -216,8 +220,7 @@ class PlanJob:
         positions = self.rows.longest - 1
         page = engine.page if engine.page < positions else 0
         budget, longest = engine.kv_bytes // token - page, self.rows.prompt_longest + self.turns
-        if engine.window and self.turns:  # what pauses is read again
-            longest = positions
+        longest = positions if engine.window and self.turns else longest  # what pauses is read again
         again = positions if page else longest  # what paused for lack of pages is read again
         positions += engine.drafts + bool(engine.drafts and engine.window)
         positions = ceil(positions / page) * page if page else positions
@@ -234,8 +237,7 @@ class PlanJob:
         keeps = self.turns and between_steps and not state_positions  # rows between their turns
         whole = max(1, min(room if keeps else slots, (budget + positions - (slots - 1) * state_positions) // positions))
         running = slots
-        if page:
-            slots = int(max(1, min(slots, whole * positions // (half + page / 2))))
+        slots = int(max(1, min(slots, whole * positions // (half + page / 2)))) if page else slots
         return slots, (whole * positions + running * state_positions + chunk) * token
 
 
@@ -261,10 +263,10 @@ def job_of(
     distill = cfg.algorithm.distill
     rollout, pairs = stage.rollouts, stage.rows(cfg)
     element = 4 if cfg.model.dtype == "float32" else 2
+    apart = cfg.parallel.context > 1 or cfg.mismatch.replay_routing or shape.mtp.layers  # rows share no prompts
     rows = step_rows(cfg, prompt_tokens, response_tokens, lengths)
-    engine = None
-    if not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluates(cfg)):
-        engine = _engine(cfg, shape, engine_tensor, element, gpus)
+    serves = not cfg.debug.train_only and (rollout or stage.generates(cfg) or evaluates(cfg))
+    engine = _engine(cfg, shape, engine_tensor, element, gpus) if serves else None
     return PlanJob(
         stage=cfg.stage.name,
         models=_planned_models(cfg, shape, gpus - cfg.engine.ranks),
@@ -281,7 +283,7 @@ def job_of(
         unit=pairs,
         packing=b.packing,
         balanced=b.balance,
-        share=b.share_prompts and b.packing and not (cfg.parallel.context > 1 or cfg.mismatch.replay_routing),
+        share=b.share_prompts and b.packing and not apart,
         recompute=shape.recomputed,
         logprob_tokens=b.logprob_budget,
         logits_bytes=b.logits_bytes,
@@ -361,7 +363,7 @@ def _planned_models(cfg: Config, shape: ModelConfig, gpus: int) -> tuple[Planned
     models = [PlannedModel("policy", shape, trained=trains, distributed=distributed, averaged=averaged, **ours)]
     scorer = shape_beside(shape, cfg.reward.model)
     if "reference" in other_models:
-        models.append(PlannedModel("reference", shape, shared=shares_weights(cfg)))
+        models.append(PlannedModel("reference", generating(shape), shared=shares_weights(cfg)))
     if "teacher" in other_models:
         teachers = cfg.algorithm.distill.models()
         layout = cfg.algorithm.distill.layout(cfg.parallel)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.matrices import is_matrix
-from aligner.families.rows import BRANCH_NORMS, SCORE_HEAD, ParamSpec
+from aligner.families.rows import BRANCH_NORMS, PREDICTS_AHEAD, SCORE_HEAD, ParamSpec
 from aligner.families.table import dimensions, is_of_layer, rows_of
 from aligner.plan.linear import linear_matrices, rule_operations
 
@@ -129,12 +129,19 @@ def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> tuple[Kinds, ...]:
 def _stage_layers(same: _Same, grid: Grid, stage: int) -> tuple[Kinds, ...]:
     m = same.model
     exact = range(m.num_layers) if m.fp8_step == 1 else (0, m.num_layers - 1) if m.keeps_ends else ()
-    return tuple((*m.layer_kinds(layer), *["fp8"] * (layer not in exact)) for layer in m.rank_layers(grid)[stage])
+    layers = *m.rank_layers(grid)[stage], *[m.num_layers] * _ahead(m, grid, stage)
+    return tuple((*m.layer_kinds(layer), *["fp8"] * (layer not in exact)) for layer in layers)
+
+
+def _ahead(m: ModelConfig, grid: Grid, stage: int) -> int:
+    """Return the layers for multi-token prediction on this stage."""
+    return m.mtp.layers * (stage == grid.pipeline - 1)
 
 
 def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]:
     """Return whether each layer of a pipeline's rank is recomputed: the first `layers` of each of its stages are."""
-    return [i < layers for stage in m.stages(grid)[rank :: grid.pipeline] for i in range(len(stage))]
+    own = [i < layers for stage in m.stages(grid)[rank :: grid.pipeline] for i in range(len(stage))]
+    return own + [False] * _ahead(m, grid, rank)
 
 
 def recomputes_mlp(m: ModelConfig, kinds: Kinds) -> bool:
@@ -335,7 +342,8 @@ def _rank_rows(
     last = stage == grid.pipeline - 1
     layers = Counter(stage_layers(m, grid, stage))
     sizes = {kinds: dimensions(m.of_kinds(kinds), outputs) for kinds in (*layers, ())}
-    for row in rows_of(m, head):
+    beside = PREDICTS_AHEAD if m.mtp.layers and head == "lm" else ()
+    for row in (*rows_of(m, head), *beside):
         if is_of_layer(row):
             times = {kinds: number for kinds, number in layers.items() if row.is_in(kinds)}
         else:
@@ -396,6 +404,12 @@ def layer_operations(m: ModelConfig, tokens: float, context: float, kept: float 
 def expert_operations(m: ModelConfig, tokens: float) -> float:
     """Count the operations of one layer's experts: 6 k H F_e a token, 4 without gates; H of their own."""
     return 2.0 * (1 + m.mlp_parts) * tokens * m.share("sparse") * m.moe.top_k * m.expert_hidden * m.expert_ffn
+
+
+def ahead_operations(m: ModelConfig, tokens: float) -> float:
+    """Count the operations in front of the layer for multi-token prediction: of its one matrix, which every tensor rank
+    has whole."""
+    return 4.0 * m.mtp.layers * tokens * m.hidden_size**2
 
 
 def head_operations(m: ModelConfig, tokens: float, head: str = "lm", outputs: int = 1, tensor: int = 1) -> float:

@@ -128,7 +128,7 @@ def head_bytes(job: PlanJob, model: PlannedModel, tokens: float) -> float:
 
     The gradient of all parts exists while the next part's logits are made. Then that part's own is added, when their
     gradient is left of the logits. Autograd adds up the first two gradients into a third."""
-    logits = logits_bytes(job, model, tokens, trains=True)
+    logits = logits_bytes(job, model, tokens, trains=True) * (1 + model.shape.mtp.layers)
     if model.head != "lm" or is_adapted(model):
         return logits
     vocabulary = -(-model.shape.vocab_size // job.grid.tensor)
@@ -195,7 +195,7 @@ def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
-    engine, m = job.engine, job.policy.shape
+    engine, m = job.engine, job.served.shape
     assert engine is not None
     slots, cache = job.slots()
     if engine.page and (m.latent.kv_rank or m.traits.entries):  # a layer's pages are gathered
@@ -220,7 +220,7 @@ def refit_buffers(job: PlanJob, stage: int | None) -> float:
     receives. No pair of ranks exchanges more than what the one holds of the other's share. Other engines: a bucket, and
     a whole tensor twice, a third time in an engine's own process. `stage` None: a rank that only generates, and only
     receives; those that train then only send."""
-    engine, grid, m = job.engine, job.grid, job.policy.shape
+    engine, grid, m = job.engine, job.grid, job.served.shape
     assert engine is not None
     if not engine.placed:
         copies = 2 + engine.reserved

@@ -28,6 +28,7 @@ from aligner.plan.muon import muon_operations
 from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
+    ahead_operations,
     attention_widths,
     chooses,
     decode_weight_bytes,
@@ -181,7 +182,7 @@ def _layers(job: PlanJob, model: PlannedModel, stage: int, tokens: float, machin
     masked = alike.followers / tokens if alike and alike.mask else 0.0
     share = 1 / grid.context / grid.tensor
     own, kept, last = computed * tokens * share, computed * read.kept * share, stage == grid.pipeline - 1
-    count = len(m.rank_layers(grid)[stage])
+    count = len(stage_layers(m, grid, stage))
     products = (count - last) * machine.layer_products(m, own) + last * machine.layer_products(m, own, kept)
     if not grid.sequence:  # what every tensor rank has whole, it computes for all tokens
         whole = latent_matrices(m) + stream_matrices(m) + m.share("sparse") * expert_latents(m) + input_matrices(m)
@@ -228,6 +229,7 @@ def micro_batch_seconds(
     again = recomputed(m, grid, stage, job.recompute)
     work = Work(1 + sum(again) / len(again), 1, frozen) if backward else Work()
     total = _layers(job, model, stage, tokens, machine, work)
+    total += ahead_operations(m, tokens / grid.context) * (1 + 2 * backward) / machine.rate
     if frozen:
         own, kept = tokens / grid.context, read.kept / grid.context
         total += adapter_operations(model, grid, stage, own, kept, backward, job.recompute) / machine.rate
@@ -240,7 +242,9 @@ def micro_batch_seconds(
         asked = (read.pairs if language else read.kept) / grid.context
         made = asked * m.vocab_size / grid.tensor * language
         again = backward and logit_bytes(job, model, backward) * made > job.logits_bytes
-        head = head_operations(m, asked, model.head, model.outputs, grid.tensor)
+        heads = 1 + m.mtp.layers
+        made *= heads
+        head = heads * head_operations(m, asked, model.head, model.outputs, grid.tensor)
         total += head * (1 + again + backward * (2 - (frozen and language))) / machine.rate
         total += machine.moved(machine.assumed.logit_bytes * made * (1 + again + 2 * backward))
     return total
@@ -357,7 +361,7 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     phase, assumed = PhaseTime(), machine.assumed
     assert job.engine is not None
     if job.engine.ranks:
-        whole = parameters(job.policy.shape) * job.element
+        whole = parameters(job.served.shape) * job.element
         moved = phase.wire_bytes["engines"] = apart_bytes(job) if job.engine.placed else whole
         messages = ceil(moved / job.bucket_bytes)
         link = machine.device.nvlink if job.gpus <= job.gpus_per_node else machine.device.network
@@ -365,8 +369,8 @@ def refit_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     else:
         _communicate(phase, refit_calls(job), job, machine)
     if not job.engine.placed:
-        phase.parts["tensors"] += assumed.tensor_s * tensors(job.policy.shape)
-    shard = engine_bytes(job.policy.shape, job.engine.tensor, job.engine.element, shares=job.engine.shares)
+        phase.parts["tensors"] += assumed.tensor_s * tensors(job.served.shape)
+    shard = engine_bytes(job.served.shape, job.engine.tensor, job.engine.element, shares=job.engine.shares)
     phase.parts["copy"] += machine.copied(2 * shard)
     if job.engine.placed and (written := engine_host_bytes(job)):
         phase.parts["copy"] += (written + shard) / assumed.host_link
@@ -377,7 +381,7 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed
     """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
     collectives). A step takes the larger of bytes (weights once, the cache of each of a rank's rows) over bandwidth and
     operations over rate, then samples; at least the host's time to launch. `fed`: tokens of each row."""
-    engine, m = job.engine, job.policy.shape
+    engine, m = job.engine, job.served.shape
     assert engine is not None
     tp, width, assumed = engine.tensor, engine.tensor // engine.shares, machine.assumed
     own = max(1.0, rows / engine.shares)
@@ -499,8 +503,10 @@ def update_mfu(job: PlanJob, device: Device, update: PhaseTime) -> float:
             m, read = model.shape, reads(job, model, tokens)
             kept = min(read.kept, real)
             forward = (m.num_layers - 1) * layer_operations(m, real, 0) + layer_operations(m, real, 0, kept)
-            forward += m.num_layers * expert_operations(m, real)
-            forward += head_operations(m, read.pairs if model.head == "lm" else kept, model.head)
+            ahead = m.mtp.layers
+            forward += ahead * layer_operations(m, real, 0) + ahead_operations(m, real)
+            forward += (m.num_layers + ahead) * expert_operations(m, real)
+            forward += (1 + ahead) * head_operations(m, read.pairs if model.head == "lm" else kept, model.head)
             made += (2 if is_adapted(model) else 3) * forward
     passes = count * job.minibatches * job.epochs * job.grid.data
     return made * passes / (update.seconds * job.grid.gpus * device.flops)

@@ -406,7 +406,7 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
 
     Its own stage comes from the tensor ranks of its replica, experts that its replica lacks from other replicas, the
     rest from other stages. The rank is the one that holds least of its engine's shard."""
-    model, grid, engine = job.policy, job.grid, job.engine
+    model, grid, engine = job.served, job.grid, job.engine
     assert engine is not None
     e = min(job.element, engine.element)
     both = (
@@ -430,7 +430,7 @@ def part_calls(job: PlanJob, stage: int) -> list[CollectiveCalls]:
 def apart_bytes(job: PlanJob) -> float:
     """Return the bytes that a rank with an engine of its own receives in a refit. If a rank that trains sends more,
     return those. The ranks of a stage share what the engines need of it."""
-    model, grid, engine = job.policy, job.grid, job.engine
+    model, grid, engine = job.served, job.grid, job.engine
     assert engine is not None
     if engine.factors:
         stages = [sent_bytes(model.shape, grid, -1, job.element)["pp"] / grid.pipeline] * grid.pipeline
@@ -442,7 +442,7 @@ def apart_bytes(job: PlanJob) -> float:
 def _wanted(job: PlanJob, stage: int) -> float:
     """Return the bytes of a stage's weights that one rank with an engine needs."""
     assert job.engine is not None
-    dense, routed, norms = _whole(job.policy, job.grid, stage)
+    dense, routed, norms = _whole(job.served, job.grid, stage)
     return min(job.element, job.engine.element) * ((dense + routed) / filled_together(job) + norms)
 
 
@@ -464,7 +464,7 @@ def gathered_calls(job: PlanJob, stage: int = 0) -> list[CollectiveCalls]:
     """Return the calls that gather tensors of stage `stage` over its tensor ranks and, of experts, then send each
     expert rank's to the others, stage after stage. Of each stage's a tensor rank then sends its share to the other
     stages, which gather it. Every rank ends up with the whole model."""
-    model, grid, e = job.policy, job.grid, job.element
+    model, grid, e = job.served, job.grid, job.element
     calls = []
     for s in range(grid.pipeline):
         dense, experts, norms = _whole(model, grid, s)
@@ -506,4 +506,5 @@ def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
         total += ("linear" in kinds) * linear_alike(m) + m.traits.layer_scalar
         total += ("indexer" in kinds) * (index_matrices(m) + 2 * m.indexer.head_dim)
         total += ("sparse" in kinds) * m.traits.branch_norms * m.moe.num_experts  # factors of the experts' weights
-    return total + end_norms(m, grid, stage)
+    ahead = m.mtp.layers * m.hidden_size * (3 + 2 * m.hidden_size)  # norms and matrix in front of such a layer
+    return total + end_norms(m, grid, stage) + ahead * (stage == grid.pipeline - 1)

@@ -21,6 +21,7 @@ from aligner.families.within import stored_name
 from aligner.foreign import read_record
 from aligner.megatron.train import ShardedModel
 from aligner.models.beside import Beside
+from aligner.models.copies import with_copies
 from aligner.models.fused import joined, parts_of
 from aligner.models.params import dtype_of
 from aligner.models.safetensors_io import write_hf
@@ -89,7 +90,8 @@ def export_hf(
             config = exported_config(cfg, tokenizer, beside, head.kind, head.outputs, dtype)
             tensors = joined(((name, t.cpu()) for bucket in received for name, t in bucket.items()), parts_of(cfg))
             others = ((name, beside.read(name, model.dtype)) for name in beside.names)
-            every = ((stored_name(name, cfg.traits, config), t) for name, t in chain(tensors, others))
+            every = chain(with_copies(tensors, cfg), others)
+            every = ((stored_name(name, cfg.traits, config), t) for name, t in every)
             write_hf(folder, every, config, extra=add_files)
         except (OSError, CheckpointError) as cause:
             for _ in received:  # the other ranks take part in every bucket

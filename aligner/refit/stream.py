@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.config.sections.model.config import ModelConfig
 from aligner.families.table import family_table
 from aligner.megatron.train import ShardedModel
 from aligner.megatron.weights import gather_weights
@@ -21,12 +22,13 @@ ALIGNMENT = 8  # bytes: tensors of several dtypes share a buffer
 class WeightStream:
     """All weights of a sharded model as full Hugging Face tensors, delivered to every rank, a bucket at a time."""
 
-    def __init__(self, model: ShardedModel, bucket_bytes: int):
-        self.model, self.bucket_bytes = model, bucket_bytes
+    def __init__(self, model: ShardedModel, bucket_bytes: int, cfg: ModelConfig | None = None):
+        """`cfg`: of the engine, which may have fewer layers that predict further tokens; None: the model's."""
+        self.model, self.bucket_bytes, self.cfg = model, bucket_bytes, cfg or model.cfg
         self._owned = self._stage_names()
 
     def table(self) -> list[ParamSpec]:
-        return family_table(self.model.cfg, self.model.head.kind, self.model.head.outputs)
+        return family_table(self.cfg, self.model.head.kind, self.model.head.outputs)
 
     def _stage_names(self) -> list[list[str]]:
         """Return the canonical names that each pipeline stage sends; asked once, at construction."""
@@ -63,7 +65,7 @@ class WeightStream:
     def _broadcast(self, stage: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield one stage's tensors, through flat buffers of at most `bucket_bytes`, from its owner to all stages."""
         model, ranks = self.model, self.model.layout.tensor
-        shapes = expected_hf_shapes(model.cfg, model.head.kind, model.head.outputs)
+        shapes = expected_hf_shapes(self.cfg, model.head.kind, model.head.outputs)
         owned = set(self._owned[stage])
         kept = hf_dtypes((spec for spec in self.table() if spec.canonical in owned), model.dtype)
         names = list(kept)

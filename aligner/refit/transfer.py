@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aligner.config.on_demand import on_demand
 from aligner.config.sections.engine import RefitConfig
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import ModelConfig, generating
 from aligner.engines.base import RolloutEngine
 from aligner.errors import RefitError
 from aligner.megatron.train import ShardedModel
@@ -61,7 +61,7 @@ class Refit:
                 self._bridge.order("plan")
             self.exchange = self._plan(engine)
         else:
-            self.stream = WeightStream(model, config.bucket_bytes)
+            self.stream = WeightStream(model, config.bucket_bytes, generating(model.cfg))
 
     def _plan(self, engine: RolloutEngine) -> Exchange | FactorExchange:
         """Plan the exchange. Engines are on the trainer's ranks or on those after them, neighbours sharing one."""
@@ -73,7 +73,7 @@ class Refit:
         else:
             engines = EngineGrid(self._bridge.engines, self._bridge.filled_together)
         dtypes = model.dtype, engine.dtype
-        exchange = planned(trainer, engines, model.cfg, dtypes, model.device, self.config, self._bridge)
+        exchange = planned(trainer, engines, generating(model.cfg), dtypes, model.device, self.config, self._bridge)
         exchange.lasting = model.adapted is None
         named, cause = self._parameters, ""
         held = {t.spec.canonical for t in exchange.plan.tensors if layout.pp_rank in trainer.stages(t)}

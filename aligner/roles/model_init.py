@@ -152,6 +152,9 @@ def _from_checkpoint(cfg: ModelConfig, checkpoint: Path, state: dict[str, Any], 
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint / 'state.json'}: identity.{error}") from None
     run_config = load_frozen(checkpoint.parent.parent / "config.yaml", foreign=True)
+    if cfg.mtp.layers and "mtp" not in identity["model"]:
+        expected = f"0 with {checkpoint}, which has no such layer: start from a Hugging Face folder that has one"
+        raise ConfigError("model.mtp.layers", cfg.mtp.layers, expected)
     role = "model" if identity["stage"] == "rm" else "policy"
     if identity.get("lora"):
         return _merged(
@@ -213,6 +216,8 @@ def shape_of(cfg: ModelConfig) -> dict[str, Any]:
     for name, plain in OPTIONAL.items():  # of later versions
         if shape[name] == plain:
             del shape[name]
+    if cfg.mtp.layers:
+        shape["mtp"] = {"layers": cfg.mtp.layers}
     moe = shape.pop("moe")
     if cfg.moe.num_experts:  # the identity of a dense model is what it was before there were others
         usual = dataclasses.asdict(MoeConfig())

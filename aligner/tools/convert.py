@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from aligner.cluster.env import RankEnv
 from aligner.config.freeze import freeze
 from aligner.config.resolve import compose
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.data.tokenizer import check_vocab, load_tokenizer, stop_token_ids
 from aligner.errors import CheckpointError, ConfigError
 from aligner.families import load_family
@@ -31,12 +33,13 @@ from aligner.families.table import family_table
 from aligner.families.within import stored_name
 from aligner.files import file_hash
 from aligner.megatron import bridge
-from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, write_manifest
+from aligner.megatron.checkpoint_files import FORMAT, find_checkpoint, read_checked, write_manifest
 from aligner.megatron.checkpoint_index import INTEGRITY, noted_checksums
 from aligner.megatron.chunks import Block, BlockFile, Blocks, StorageLocation, places_of, write_index
 from aligner.megatron.groups import init_distributed, leave_distributed
 from aligner.megatron.model import Head
 from aligner.models.beside import Beside
+from aligner.models.copies import copies, with_copies
 from aligner.models.folder_check import SCORE, check_folder
 from aligner.models.fused import FusedMatrix, joined, parts_of
 from aligner.models.params import ParamSpec, hf_axis, to_hf
@@ -162,7 +165,7 @@ def export_checkpoint(
     dtype = weights.dtype(norm)
     config = exported_config(cfg, initial.tokenizer, beside, head.kind, head.outputs, str(dtype).removeprefix("torch."))
     others = [((name, 0), beside.meta(name, dtype).nbytes) for name in beside.names]
-    files = into_files([*_units(table, weights, parts), *others], file_bytes, _file_name)
+    files = into_files([*_units(table, weights, parts, cfg), *others], file_bytes, _file_name)
     stat = {p: [(folder / p).stat().st_size, (folder / p).stat().st_mtime_ns] for p in sorted(blocks.files())}
     plan = {
         "export": str(folder.resolve()),
@@ -184,7 +187,7 @@ def export_checkpoint(
             return
         shape = torch.empty(spec.shape, dtype=weights.dtype(spec), device="meta")
         whole = to_hf(spec, shape, cfg) if meta else weights.tensors(spec, first)
-        for name, tensor in joined(whole.items(), parts):
+        for name, tensor in with_copies(joined(whole.items(), parts), cfg):
             yield stored_name(name, cfg.traits, config), tensor
 
     def write(path: Path, file: FilePlan, add: Callable[[int], None]) -> tuple[str, Any]:
@@ -208,6 +211,8 @@ def _exported(source: Path, role: str, merge: bool) -> tuple[Path, Path, Initial
     checkpoint = by_rank_0(lambda: find_checkpoint(source))
     initial = resolve(compose([]).model, str(checkpoint), 0, "RUN_DIR")
     own = initial.adapters[-1][0] if initial.adapters else initial.checkpoint
+    if ahead := read_checked(checkpoint)["identity"]["model"].get("mtp"):
+        initial.config = replace(initial.config, mtp=MtpConfig(**ahead))
     assert own is not None
     folder = checkpoint / role if role else own
     if not (folder / ".metadata").is_file():
@@ -221,11 +226,13 @@ def _exported(source: Path, role: str, merge: bool) -> tuple[Path, Path, Initial
 
 
 def _units(
-    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, FusedMatrix]
+    table: list[ParamSpec], weights: Stored | Merged, parts: Mapping[str, FusedMatrix], cfg: ModelConfig
 ) -> Iterator[tuple[tuple[ParamSpec, int], int]]:
-    """Yield ((parameter, or one expert of it where files do not stack them; that expert's number), bytes as stored)."""
+    """Yield ((parameter, or one expert of it where files do not stack them; that expert's number), bytes as stored).
+    Copies of a tensor count with it."""
+    copied = Counter(copies(cfg).values())
     for spec in table:
-        size = weights.dtype(spec).itemsize
+        size = weights.dtype(spec).itemsize * (1 + copied[spec.hf[0]])
         apart = spec.experts and spec.hf[0] not in parts
         for expert in range(spec.shape[0] if apart else 1):
             one = of_experts(spec, Shard(first=expert, count=1)) if apart else spec

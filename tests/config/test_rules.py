@@ -297,6 +297,11 @@ sft ; model=glm5 ; model.indexer.head_dim=0 => model.indexer.head_dim
 sft ; model=glm5 ; model.indexer.top_k=0 => model.indexer.top_k
 sft ; model.indexer.loss=1 => model.indexer.loss
 sft ; model=glm5 ; model.indexer.loss=1 ; model.lora.rank=2 => model.indexer.loss
+sft ; model.mtp.layers=1 => model.mtp.layers
+sft ; model=glm5 ; model.mtp.layers=1 => model.mtp.layers
+sft ; model=deepseek_v3 ; model.mtp.layers=1 ; model.lora.rank=2 => model.mtp.layers
+dpo ; model=deepseek_v3 ; model.mtp.layers=1 => model.mtp.layers
+sft@2 ; model=deepseek_v3 ; model.mtp.layers=1 ; parallel.pipeline=2 => parallel.pipeline
 sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel={pipeline: 2, stage_layers: [39, 39]}
     => parallel.stage_layers
 sft ; model=deepseek_v4_flash ; model.entries.tokens=0 => model.entries.tokens

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.config.sections.parallel import ParallelConfig
 from tests.megatron.models import agreed
 from tests.tiny import ADAM, GPT_OSS, LLAMA, MODELS, MORE, SGD, WINDOWS, relative
@@ -47,8 +48,9 @@ MODELS_AND_HEADS = {
 # yarn and longrope are Llama, but for its angles
 CUT = {name: {"cfg": cfg} for name, cfg in MORE.items() if name not in ("yarn", "longrope")}
 CUT["indexer_loss"] = {"cfg": replace(MORE["glm_moe_dsa"], indexer=replace(MORE["glm_moe_dsa"].indexer, loss=0.5))}
+AHEAD = {"mtp": {"cfg": replace(MORE["deepseek_v3"], mtp=MtpConfig(1, loss=0.5, detach=False))}}
 CUT["gpt_oss"] = {"cfg": replace(GPT_OSS, num_layers=4)}  # context ranks round 10 % more with three
-STAGED = CUT | {"five": {"cfg": replace(MODELS["qwen3"], num_layers=5)}}
+STAGED = CUT | AHEAD | {"five": {"cfg": replace(MODELS["qwen3"], num_layers=5)}}
 for over in ("minibatch", "micro_batch"):
     moe = replace(MORE["qwen3_moe-mixed"].moe, aux_coef=0.1, aux_over=over)
     STAGED[f"balanced, {over}"] = {"cfg": replace(MORE["qwen3_moe-mixed"], moe=moe)}
@@ -148,15 +150,18 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
     ]
     + [("gemma4-inputs", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
     + [("indexer_loss", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
-    + [("deepseek_v4", layout) for layout in ("cp2-tp2-sequence", "padded", "shared")],
+    + [("deepseek_v4", layout) for layout in ("cp2-tp2-sequence", "padded", "shared")]
+    + [("mtp", layout) for layout in ("ep3", "tp2-sequence", "cp2", "cp2-heads", "dp2", "tp2", "padded", "shared")],
 )
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
-    world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
-    cfg = CUT[name]["cfg"]
+    apart = {"padded": (1, DP), "shared": (1, DP), "ep3": (3, ParallelConfig(expert=3))}
+    world, parallel = (LAYOUTS | apart)[layout]
+    model = (CUT | AHEAD)[name]
+    cfg = model["cfg"]
     optim = FAINT if cfg.traits.hyper else GENTLE if cfg.linear.key_heads or cfg.layer_input_size else SGD
     bc = replace(BASE, packing=layout != "padded", share_prompts=layout == "shared")
-    got = agreed(ranks, world, **CUT[name], parallel=parallel, optim=optim, bc=bc)
+    got = agreed(ranks, world, **model, parallel=parallel, optim=optim, bc=bc)
     check(got, alone(name, optim), SGD, bound_of(cfg))
 
 

@@ -18,6 +18,7 @@ from aligner.config.sections.judge import JudgeConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.lora import ALL_LINEAR, LoraConfig
 from aligner.config.sections.model.moe import MoeConfig
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.errors import ConfigError
 from aligner.families.hf_config import hf_config
 from aligner.families.table import family_table, parameters
@@ -172,6 +173,20 @@ def test_ranks_together_hold_the_model_once():
     alike = model.num_layers * (layer_norms(model) + 128 * model.hidden_size) + model.hidden_size  # on all tensor ranks
     dense, experts = sum(c.dense for c in counts), sum(c.experts for c in counts)
     assert 4 * (dense - alike) + alike + 8 * experts == pytest.approx(parameters(model), abs=4 * model.hidden_size)
+
+
+def test_a_layer_for_multi_token_prediction_is_one_more_of_the_update_alone():
+    plain = shape("glm4.5_air")
+    model, grid = replace(plain, mtp=MtpConfig(1)), Grid(tensor=8, expert=8, data=8)
+    assert rank_parameters(model, Grid(), 0).total == parameters(model)
+    deeper = parameters(replace(plain, num_layers=plain.num_layers + 1))
+    assert parameters(model) - deeper == (3 + 2 * plain.hidden_size) * plain.hidden_size
+    jobs = [grpo(m, grid) for m in (plain, model)]
+    assert engine_items(jobs[0]) == engine_items(jobs[1])
+    before, after = (plan_times(job, H100, Assumptions()) for job in jobs)
+    assert {n for n in before if before[n].seconds != after[n].seconds} == {"update"}
+    layers = after["update"].parts["kernels"] / before["update"].parts["kernels"]
+    assert 1 + 1 / plain.num_layers < layers < 1 + 4 / plain.num_layers  # and one more pass of the output matrix
 
 
 def test_the_fullest_stage_needs_the_most_memory():

@@ -22,6 +22,7 @@ from aligner.config.sections.model.latent import LatentConfig
 from aligner.config.sections.model.linear import LinearConfig, check_linear
 from aligner.config.sections.model.lora import LoraConfig
 from aligner.config.sections.model.moe import MoeConfig, check_dense_layers
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.config.sections.model.rope import RopeScalingConfig, check_rope
 from aligner.config.sections.model.stages import LayoutSizes, cut
 from aligner.errors import ConfigError
@@ -29,7 +30,7 @@ from aligner.families import FAMILIES, load_family
 from aligner.families.family import LAYERS, Family
 
 # keys that the run decides, whatever folder the weights come from
-OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora", "megatron")
+OF_THE_RUN = ("dtype", "recompute", "kernels", "varlen_attention", "tokenizer", "init", "lora", "mtp", "megatron")
 MOE_OF_THE_RUN = ("aux_coef", "aux_over")
 PATTERN = {"M": "linear", "*": "attention", "-": "dense", "E": "sparse"}  # `model.pattern` -> kind of a layer
 # all keys of `model` that are the run's; the others are of its shape
@@ -78,6 +79,7 @@ class ModelConfig(Section, key="model"):
     linear: LinearConfig = section(LinearConfig)
     scales: ScalesConfig = section(ScalesConfig)
     moe: MoeConfig = section(MoeConfig)
+    mtp: MtpConfig = section(MtpConfig)
     lora: LoraConfig = section(LoraConfig)
     init_std: float = key(0.02, "Standard deviation of random weights.", resume=REFUSE)
     init: str = key("random", "Source of the weights: random, a Hugging Face folder, a run folder, or a checkpoint.")
@@ -134,6 +136,7 @@ traits.latent head_dim => head_dim ==latent.head_dim
 traits.indexer => indexer.heads, latent.query_rank >=1 | for model.family={family}
 lora.rank indexer.loss => indexer.loss =0 | with model.lora.rank={lora.rank}: only adapters are trained
 traits.indexer => indexer.head_dim >=latent.rotary_dim
+lora.rank => mtp.layers =0 | with model.lora.rank={lora.rank}: only adapters are trained
 traits.entries => entries.tokens, hyper.streams, indexer.heads, latent.query_rank, latent.output_groups,
     latent.output_rank, attention.window >=1 | for model.family={family}
 traits.entries => attention.local_rope_base, moe.gate_limit >0 | for model.family={family}
@@ -424,7 +427,12 @@ def for_run(shape: ModelConfig, run: ModelConfig) -> ModelConfig:
 def beside(run: ModelConfig) -> ModelConfig:
     """Return what other models of a run take of its policy: not the tokenizer, nor fields of Megatron, which fit one
     shape. Scores and targets are not rounded to FP8."""
-    return replace(run, tokenizer="", megatron={})
+    return replace(run, tokenizer="", megatron={}, mtp=MtpConfig())
+
+
+def generating(model: ModelConfig) -> ModelConfig:
+    """Return the model without layers that predict further tokens: of engines, and of models that do not learn."""
+    return replace(model, mtp=MtpConfig()) if model.mtp.layers else model
 
 
 def check_traits(model: ModelConfig) -> None:

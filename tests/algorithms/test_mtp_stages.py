@@ -1,0 +1,83 @@
+"""Stages that train a layer for multi-token prediction: what they write, go on from and refuse."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aligner.errors import ConfigError
+from tests import stages
+
+SHAPE = [
+    "model.family=glm4_moe",
+    "model.tie_embeddings=false",
+    "model.num_heads=4",
+    "model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 20, shared_ffn_hidden_size: 20, dense_layers: [0]}",
+]
+AHEAD = "model.mtp.layers=1"
+ALIKE = ["run.steps=3", "optim.clip_grad=0.1", "batch.share_prompts=false"]  # which such a layer turns off
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return stages.make_data(tmp_path_factory.mktemp("mtp"))
+
+
+@pytest.fixture(scope="module")
+def taught(data, tmp_path_factory):
+    return stages.stage("sft", data, tmp_path_factory.mktemp("sft"), *SHAPE, AHEAD, "run.steps=20")
+
+
+def test_the_layer_learns_and_an_export_has_it(data, taught, tmp_path):
+    records = stages.records(taught)
+    assert records[-1]["mtp/loss"] < records[0]["mtp/loss"] - 0.5
+    assert 0 <= records[-1]["mtp/acceptance"] <= 1
+    weights = load_file(taught / "hf" / "model.safetensors")
+    config = json.loads((taught / "hf" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
+    at = "model.layers.2."
+    assert torch.equal(weights[f"{at}embed_tokens.weight"], weights["model.embed_tokens.weight"])
+    assert torch.equal(weights[f"{at}shared_head.head.weight"], weights["lm_head.weight"])
+    assert {f"{at}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.q_proj")} <= {
+        *weights
+    }
+    # what it has learned is there at the next run's first step
+    options = [f"model.init={taught / 'hf'}", AHEAD, "run.steps=2", "optim.lr=1e-9"]
+    again = stages.records(stages.stage("sft", data, tmp_path / "again", *options))[0]
+    assert again["mtp/loss"] < records[0]["mtp/loss"] - 0.5
+    # a run without it exports it as it was
+    plain = stages.stage("sft", data, tmp_path / "plain", f"model.init={taught / 'hf'}", "run.steps=1")
+    kept = load_file(plain / "hf" / "model.safetensors")
+    assert torch.equal(kept[f"{at}eh_proj.weight"], weights[f"{at}eh_proj.weight"])
+    assert not torch.equal(kept["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_what_is_detached_changes_nothing_else(data, tmp_path):
+    runs = {
+        name: stages.stage("sft", data, tmp_path / name, *SHAPE, *ALIKE, *options)
+        for name, options in {"without": (), "detached": (AHEAD,), "joined": (AHEAD, "model.mtp.detach=false")}.items()
+    }
+    weights = {name: load_file(run / "hf" / "model.safetensors") for name, run in runs.items()}
+    assert all(torch.equal(t, weights["detached"][name]) for name, t in weights["without"].items())
+    assert not torch.equal(weights["joined"]["lm_head.weight"], weights["without"]["lm_head.weight"])
+    norms = [[record["policy/grad_norm"] for record in stages.records(run)] for run in runs.values()]
+    assert norms[0] == norms[1] != norms[2]
+
+
+def test_a_policys_layer_learns_from_its_answers(data, taught, tmp_path):
+    """The engine has no such layer, and gets the rest."""
+    options = [f"model.init={taught / 'hf'}", AHEAD, "run.steps=2", "refit.verify=checksum"]
+    run = stages.stage("grpo", data, tmp_path, *options)
+    records = stages.records(run)
+    assert records[-1]["refit/sentinel_error"] < 1e-5 and records[-1]["mtp/loss"] > 0
+    before, after = (load_file(folder / "hf" / "model.safetensors") for folder in (taught, run))
+    changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
+    assert {"model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight"} <= changed
+
+
+def test_a_checkpoint_without_the_layer_is_no_start_for_it(data, tmp_path):
+    run = stages.stage("sft", data, tmp_path / "run", *SHAPE, "run.steps=1", "checkpoint.every=1")
+    for init in (run / "hf", run / "checkpoints" / "step-00000001"):
+        with pytest.raises(ConfigError, match=r"model.mtp.layers=1: expected 0 with .*"):
+            stages.stage("sft", data, tmp_path / "again", f"model.init={init}", AHEAD, "run.steps=1")

@@ -1,0 +1,119 @@
+"""The layer for multi-token prediction against an independent formula: transformers' own decoder layer behind the
+model's last, in float64, with the paper's equations 21 to 25 written out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.mtp import MtpConfig
+from aligner.config.sections.parallel import ParallelConfig
+from aligner.families.table import parameters
+from aligner.megatron.train import ShardedModel
+from aligner.models.folder_check import check_folder
+from aligner.models.params import from_hf
+from aligner.models.safetensors_io import open_hf, write_hf
+from aligner.roles.batching import micro_batches
+from tests.megatron.models import build, load_and_step, nll_loss, same, save_and_go_on, weights
+from tests.tiny import ADAM, DEEPSEEK, GLM, SGD, batch, hf_weights, relative, transformers_model
+
+pytestmark = pytest.mark.multirank
+LOSS = 0.3
+
+
+def rms(x, weight, eps):
+    return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+class Oracle(torch.nn.Module):
+    """transformers' model of one layer more, whose last layer is the one for multi-token prediction."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        whole, self.raw = transformers_model(replace(cfg, num_layers=cfg.num_layers + 1))
+        whole.set_experts_implementation("eager")  # others have no float64
+        self.whole, self.cfg, g = whole.double(), cfg, torch.Generator().manual_seed(5)
+        size, eps = cfg.hidden_size, cfg.norm_eps
+        noise = lambda *shape: torch.nn.Parameter(0.2 * torch.randn(*shape, generator=g).double())  # noqa: E731
+        self.own = torch.nn.ParameterDict({"eh_proj": noise(size, 2 * size)})
+        self.own |= {name: torch.nn.Parameter(1 + noise(size).data) for name in ("enorm", "hnorm", "shared_head_norm")}
+        self.eps = eps
+        self.raw |= {"num_hidden_layers": cfg.num_layers, "num_nextn_predict_layers": 1}
+
+    def tensors(self):
+        """By their names in files, with the copies of embedding and output matrix that published folders have."""
+        body, at = hf_weights(self.whole), f"model.layers.{self.cfg.num_layers}."
+        body |= {f"{at}{n.replace('_norm', '.norm')}.weight": t.detach().clone() for n, t in self.own.items()}
+        body[f"{at}embed_tokens.weight"] = body["model.embed_tokens.weight"].clone()
+        body[f"{at}shared_head.head.weight"] = body.get("lm_head.weight", body["model.embed_tokens.weight"]).clone()
+        return {name: t.float() for name, t in body.items()}
+
+    def losses(self, rows, detach):
+        """The stage's loss, the layer's, and the share of tokens that it would guess."""
+        model, tokens, width = self.whole.model, rows.tokens, rows.tokens.shape[1]
+        position = torch.arange(width)[None]
+        seen = torch.full((width, width), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        around = {"attention_mask": seen, "position_ids": position}
+        h, head = model.embed_tokens(tokens), self.whole.lm_head.weight
+        around["position_embeddings"] = model.rotary_emb(h, position)
+        for layer in model.layers[:-1]:
+            h = layer(h, **around)
+        h = model.norm(h)
+        first = torch.log_softmax(h[:, :-1] @ head.T, -1).gather(2, tokens[:, 1:, None])[..., 0]
+        e = model.embed_tokens(tokens[:, 1:])
+        h, e, head = (x.detach() if detach else x for x in (h, e, head))
+        both = torch.cat([rms(e, self.own["enorm"], self.eps), rms(h[:, :-1], self.own["hnorm"], self.eps)], 2)
+        x = both @ self.own["eh_proj"].T
+        around = {"attention_mask": seen[..., 1:, 1:], "position_ids": position[:, :-1]}
+        around["position_embeddings"] = model.rotary_emb(x, position[:, :-1])
+        x = rms(model.layers[-1](x, **around), self.own["shared_head_norm"], self.eps)
+        guesses = torch.log_softmax(x[:, :-1] @ head.T, -1)
+        second, mask = guesses.gather(2, tokens[:, 2:, None])[..., 0], rows.loss_mask[:, 2:]
+        hits = ((guesses.argmax(-1) == tokens[:, 2:]) * mask).sum() / mask.sum()
+        plain = -(first * rows.loss_mask[:, 1:]).sum() / rows.loss_mask.sum()
+        return plain, -(second * mask).sum() / mask.sum(), hits
+
+
+def from_files(folder, cfg, **options) -> ShardedModel:
+    tensors = open_hf(folder)
+    check_folder(tensors, cfg)
+    return build(cfg, source=lambda spec: from_hf(spec, tensors, cfg), **options)
+
+
+def step(folder, cfg, rows, optim=SGD):
+    model = from_files(folder, cfg, optim=optim)
+    before, parts = weights(model), micro_batches(rows, BatchConfig(micro_batch_samples=3))
+    metrics = model.step(parts, nll_loss(model, rows))
+    assert parameters(cfg) == sum(p.numel() for p in model.module.parameters())
+    return before, metrics, weights(model)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("cfg", [DEEPSEEK, GLM], ids=["deepseek_v3", "glm4_moe"])
+def test_loss_and_gradients_are_the_papers(ranks, tmp_path, cfg, detach):
+    oracle, rows = Oracle(cfg), batch(cfg)
+    write_hf(tmp_path / "hf", oracle.tensors().items(), oracle.raw)
+    plain, loss, hits = oracle.losses(rows, detach)
+    (plain + LOSS * loss).backward()
+    shape = replace(cfg, mtp=MtpConfig(1, LOSS, detach))
+    before, metrics, after = ranks.run(step, folder=str(tmp_path / "hf"), cfg=shape, rows=rows)[0]
+    assert metrics["nll"] == pytest.approx(plain.item(), rel=1e-5)
+    assert metrics["mtp/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["mtp/acceptance"] == pytest.approx(hits.item(), abs=1e-6)
+    for parameter in oracle.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradients = {n: t for n, t in oracle.tensors().items() if n in before and "correction_bias" not in n}
+    assert gradients.keys() == {n for n in before if "correction_bias" not in n}
+    for name, gradient in gradients.items():
+        assert relative(before[name] - after[name], gradient) <= 1e-3, name
+
+
+def test_a_checkpoint_has_the_layer_for_any_layout(ranks, tmp_path):
+    model = {"cfg": replace(GLM, mtp=MtpConfig(1)), "optim": replace(ADAM, lr=1e-3)}
+    (saved,) = ranks.run(save_and_go_on, folder=tmp_path, **model)
+    (again,) = ranks.run(load_and_step, folder=tmp_path, **model)
+    assert same(again["after"], saved["after"]) and again["metrics"] == saved["metrics"]
+    for other in ranks.run(load_and_step, world=2, folder=tmp_path, parallel=ParallelConfig(tensor=2), **model):
+        assert same(other["weights"], saved["weights"])
+        assert other["metrics"]["mtp/loss"] == pytest.approx(saved["metrics"]["mtp/loss"], rel=1e-5)
