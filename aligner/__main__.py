@@ -385,7 +385,7 @@ def _eval(args: argparse.Namespace) -> int:
     with for_good():
         from aligner.tools import evaluate
 
-    return evaluate.main(cfg, env)
+    return evaluate.main(cfg, env, args.overrides)
 
 
 def _chat(args: argparse.Namespace) -> int:

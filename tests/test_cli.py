@@ -234,7 +234,7 @@ def test_eval_and_chat_start_from_the_run_they_are_pointed_at(monkeypatch):
     seen = []
     for name in ("evaluate", "chat"):
         fake = types.ModuleType(f"aligner.tools.{name}")
-        fake.main = lambda cfg, env=None: seen.append(cfg) or 0
+        fake.main = lambda cfg, *rest: seen.append(cfg) or 0
         monkeypatch.setitem(sys.modules, f"aligner.tools.{name}", fake)
         monkeypatch.setattr(f"aligner.tools.{name}", fake, raising=False)
     assert main(["eval", "run.dir=runs/a", "eval.samples=4", "eval.temperature=1"]) == 0

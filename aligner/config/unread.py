@@ -49,6 +49,16 @@ def refuse_unread(cfg: Config, overrides: Sequence[str], config_dir: str | None 
         raise ConfigError("run.steps", steps, expected, "To count steps: run.epochs=0.")
 
 
+def refuse_tasks(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for suites among overrides of `aligner eval`, which does not run them. Those of a run's own
+    config are its stage's."""
+    for key, (value, file) in set_by_user(overrides):
+        if key.startswith("eval.tasks") and not file:
+            expected = "no value with `aligner eval`, which measures rows of data.eval"
+            hint = "A stage's evaluations run tasks; `aligner serve` answers a suite's own command"
+            raise ConfigError(key, value, expected, f"{hint} (docs/how-to/evaluate.md).")
+
+
 def shape_asked(overrides: Sequence[str], config_dir: str | None = None) -> tuple[dict[str, Any], str]:
     """Return the keys of the model's shape that were set, with their values, except those in a preset; and the
     preset's name."""

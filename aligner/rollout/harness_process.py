@@ -1,5 +1,5 @@
-"""lm-evaluation-harness in a process of its own: it seeds the random generators of its process, imports for seconds,
-and must not see the GPU. Both ends speak lines of JSON.
+"""lm-evaluation-harness, or Inspect, in a process of its own: it seeds the random generators of its process, imports
+for seconds, and must not see the GPU. Both ends speak lines of JSON.
 
     python -m aligner.rollout.harness_process TASK ... [--folder FOLDER]     downloads the tasks' data, on a login node
 """
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from aligner.rollout.inspect_tasks import PREFIX, InspectTasks, inspected
 
 MODULE = "aligner.rollout.harness_process"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
@@ -30,20 +32,25 @@ class TaskFailed(Exception):
 
 
 def load(names: Sequence[str], folder: str) -> dict[str, Any]:
-    """Return name -> tasks and groups of the harness. Raises TaskFailed."""
-    from lm_eval.tasks import TaskManager
+    """Return name -> its tasks of Inspect, or tasks and groups of the harness. Raises TaskFailed."""
+    manager, own = None, [name for name in names if not name.startswith(PREFIX)]
+    if own:
+        from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=folder or None, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):  # the index of the package's own takes a minute
-        manager = TaskManager(include_path=folder or None)
-    loaded = {}
+        manager = TaskManager(include_path=folder or None, include_defaults=False)
+        if not set(own) <= set(manager.all_tasks):  # the index of the package's own takes a minute
+            manager = TaskManager(include_path=folder or None)
+    loaded: dict[str, Any] = {}
     for name in names:
-        if name not in manager.all_tasks:
-            raise TaskFailed(task=name, kind="unknown", text="no such task")
         try:
-            loaded[name] = manager.load([name])
-        except Exception as error:  # of the harness, of datasets, or of a task's own code
+            if manager is None or name not in own:
+                loaded[name] = inspected(name, folder)
+            elif name in manager.all_tasks:
+                loaded[name] = manager.load([name])
+        except Exception as error:  # of the suite, of datasets, or of a task's own code
             raise TaskFailed(task=name, kind="offline" if _offline(error) else "raised", text=_line(error)) from error
+        if not loaded.get(name):
+            raise TaskFailed(task=name, kind="unknown", text="no such task")
     return loaded
 
 
@@ -69,7 +76,10 @@ def cache_folder() -> str:
 
 class Harness:
     def __init__(self, settings: Mapping[str, Any]):
-        self.settings, self.loaded = settings, load(settings["tasks"], settings["folder"])
+        loaded, self.settings = load(settings["tasks"], settings["folder"]), settings
+        self.loaded = {name: each for name, each in loaded.items() if not name.startswith(PREFIX)}
+        own = [task for name, each in loaded.items() if name not in self.loaded for task in each]
+        self.inspect = InspectTasks(settings, own)
         self.tasks = {name: task for each in self.loaded.values() for name, task in each["tasks"].items()}
         self.limit = settings["limit"] or None
 
@@ -84,10 +94,14 @@ class Harness:
                 "tokens": (task.config.generation_kwargs or {}).get("max_gen_toks", ANSWER_TOKENS),
             }
             for name, task in self.tasks.items()
-        ]
+        ] + self.inspect.described()
 
     def measure(self, url: str) -> dict[str, float]:
         """Return the scores of the model behind an address, by metric."""
+        metrics = self._measured(url) if self.tasks else {}
+        return metrics | (self.inspect.measure(url) if self.inspect.tasks else {})
+
+    def _measured(self, url: str) -> dict[str, float]:
         from lm_eval.api.registry import get_model
         from lm_eval.evaluator import evaluate
 

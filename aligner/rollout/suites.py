@@ -1,4 +1,4 @@
-"""Evaluation by tasks of lm-evaluation-harness, against the run's own engine.
+"""Evaluation by tasks of lm-evaluation-harness and Inspect, against the run's own engine.
 
 refit -> server on the loopback (rank 0) <- the harness, a process of its own; all ranks answer in rounds (`rounds.py`)
 """
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from aligner.errors import ConfigError, MissingExtraError, SuiteError
 from aligner.ops.agree import by_rank_0
 from aligner.processes import guarded
 from aligner.rollout.harness_process import MODULE, OFFLINE
+from aligner.rollout.inspect_tasks import PREFIX
 from aligner.rollout.rounds import EngineRounds
 from aligner.rollout.served import Served
 from aligner.run.timers import Timers
@@ -33,11 +34,13 @@ KEY = "eval.tasks"
 RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # not the harness's
 
 
-def require_harness() -> None:
-    """Raise MissingExtraError where the harness or the server is not installed."""
+def require_suites(tasks: Sequence[str]) -> None:
+    """Raise MissingExtraError where the suite of a task, or the server, is not installed."""
     require_server(KEY)
-    if find_spec("lm_eval") is None:
-        raise MissingExtraError("lm-eval[api]", "", KEY)
+    for task in tasks:
+        module, package = ("inspect_ai", "inspect-ai") if task.startswith(PREFIX) else ("lm_eval", "lm-eval[api]")
+        if find_spec(module) is None:
+            raise MissingExtraError(package, "", f"{KEY}={task}")
 
 
 class HarnessProcess:
@@ -81,6 +84,10 @@ class HarnessProcess:
 
     def _refusal(self, fault: Mapping[str, str]) -> ConfigError:
         task, kind = fault["task"], fault.get("kind")
+        suite = "Inspect" if task.startswith(PREFIX) else "lm-evaluation-harness"
+        if kind == "unknown" and task.startswith(PREFIX):
+            expected = f"{PREFIX} and what `inspect eval` takes: a file of eval.tasks_folder, or a package's task"
+            return ConfigError(KEY, task, expected, "inspect/sums.py@easy is task `easy` of sums.py.")
         if kind == "unknown":
             expected = "a task of lm-evaluation-harness, or one in eval.tasks_folder"
             return ConfigError(KEY, task, expected, "`lm_eval ls tasks` lists them.")
@@ -88,7 +95,7 @@ class HarnessProcess:
             expected = f"a task whose data set is in {fault['cache']}: a run downloads nothing"
             hint = f"On a login node, with the same HF_HOME: python -m {MODULE} {task}"
             return ConfigError(KEY, task, expected, hint)
-        return ConfigError(KEY, task, "tasks that lm-evaluation-harness loads", f"{fault['text']} ({self.log})")
+        return ConfigError(KEY, task, f"tasks that {suite} loads", f"{fault['text']} ({self.log})")
 
     def begin(self, url: str, over: Callable[[], None]) -> None:
         """Measure the model behind an address; `over` is called, on another thread, when the answer is here."""
@@ -99,7 +106,7 @@ class HarnessProcess:
         """Return what was measured. Raises SuiteError."""
         answer = self.answer.result()
         if "fault" in answer:
-            raise SuiteError(f"{KEY}: lm-evaluation-harness failed: {answer['fault']['text']} ({self.log})")
+            raise SuiteError(f"{KEY}: a suite failed: {answer['fault']['text']} ({self.log})")
         return answer["metrics"]
 
 

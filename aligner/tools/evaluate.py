@@ -17,6 +17,7 @@ from aligner.cluster.env import RankEnv
 from aligner.cluster.threads import use
 from aligner.config.schema import Config
 from aligner.config.stages import STAGES
+from aligner.config.unread import refuse_tasks
 from aligner.data.dataset import PromptDataset
 from aligner.data.formats import prompt_rows
 from aligner.data.readers import read_rows
@@ -53,9 +54,10 @@ class Evaluation:
     records: list[dict[str, Any]] = field(default_factory=list)
 
 
-def main(cfg: Config, env: RankEnv) -> int:
+def main(cfg: Config, env: RankEnv, overrides: Sequence[str] = ()) -> int:
     """Print the means with their intervals, and samples; write `<run.dir>/eval.json` and eval_samples.jsonl. Ranks
     other than the first do nothing."""
+    refuse_tasks(overrides)
     if env.rank == 0:
         use(cfg.cluster.threads, env.local_world_size)
         evaluate(cfg)

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from aligner.__main__ import main
-from aligner.config.freeze import load_frozen
-from aligner.config.resolve import compose_over
+from aligner.config.freeze import freeze, load_frozen
+from aligner.config.resolve import compose, compose_over
 from aligner.errors import ConfigError, DataError
 from aligner.run.metrics import read_jsonl
 from aligner.tools.evaluate import evaluate
@@ -138,3 +138,15 @@ def test_what_is_missing_is_named(folder, tiny_data, capsys, tmp_path):
         run(sft, "data.eval=")
     with pytest.raises(ConfigError, match=r"eval.functions=\[\].*stage ppo with reward.model alone"):
         run(sft, "stage.name=ppo", f"data.eval={tiny_data / 'eval.jsonl'}")
+
+
+def test_suites_are_refused_unless_they_are_of_the_run(folder, capsys):
+    """Whose stage runs them."""
+    tasks = ["eval.tasks=[gsm8k]", "eval.tasks_chat=true"]
+    there = folder("sft")
+    freeze(compose(["stage=grpo", *tasks]), there)
+    for key in tasks:
+        assert main(["eval", str(there), key]) == 2
+        assert "expected no value with `aligner eval`, which" in capsys.readouterr().err
+    assert main(["eval", str(there)]) == 2
+    assert "tasks" not in capsys.readouterr().err  # but that there are no rows

@@ -50,6 +50,7 @@ metric_list: [{{metric: exact_match}}]
 INSPECT = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import json_dataset
+from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate
 
@@ -62,6 +63,7 @@ def vowels():
 ROWS = [{"prompt": f"say {letter * n}:", "answer": "ab".index(letter)} for letter in "ab" for n in (1, 2, 5)]
 TASKS = ["vowels_multiple_choice", "vowels_generate_until"]
 METRICS = ["eval/vowels_multiple_choice/acc", "eval/vowels_generate_until/exact_match"]
+CHATS, INCLUDED = "inspect/vowels.py@vowels", "eval/inspect/vowels/includes/accuracy"
 ABSENT = "task: absent\ndataset_path: aligner/absent\ntest_split: test\noutput_type: generate_until\ndoc_to_text: x\n"
 
 
@@ -75,6 +77,11 @@ def write_tasks(folder):
     long = (folder / "generated.yaml").read_text().replace("vowels_generate_until", "long")
     (folder / "long.yaml").write_text(long.replace("max_gen_toks: 4", "max_gen_toks: 63"))
     (folder / "absent.yaml").write_text(ABSENT)
+    questions = [{"input": row["prompt"], "target": target} for row, target in zip(ROWS, "aeiou?", strict=True)]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    task = INSPECT.replace("rows.jsonl", "chats.jsonl")
+    (folder / "vowels.py").write_text(task)
+    (folder / "wordy.py").write_text(task.replace(" Task(", " Task(config=GenerateConfig(max_tokens=63), "))
     return folder
 
 
@@ -96,6 +103,19 @@ def line_of(model, tokenizer, prompt):
     start = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
     out = model.generate(**start, max_new_tokens=4, do_sample=False)[0, start.input_ids.shape[1] :]
     return tokenizer.decode(out, skip_special_tokens=True).partition("\n")[0]
+
+
+@torch.no_grad()
+def included_of(folder):
+    """INCLUDED of the first five rows, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, right = AutoTokenizer.from_pretrained(folder), []
+    for row, target in zip(ROWS[:5], "aeiou", strict=True):
+        chat = [{"role": "user", "content": row["prompt"]}]
+        start = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        out = model.generate(**start, max_new_tokens=4, do_sample=False)[0, start.input_ids.shape[1] :]
+        right.append(target in tokenizer.decode(out).lower())
+    return mean(right)
 
 
 @torch.no_grad()
@@ -183,7 +203,8 @@ def harness(tmp_path_factory):
 def test_a_stage_is_evaluated_by_tasks_and_trains_as_without(harness, tiny_data, tmp_path, monkeypatch):
     """Before, between and after its steps, each of its own weights; and no bit of the training differs."""
     monkeypatch.setattr(suites, "HarnessProcess", harness)
-    settings = [f"eval.tasks_folder={write_tasks(tmp_path)}", f"eval.tasks=[{','.join(TASKS)}]", "run.eval_every=1"]
+    tasks = ",".join([*TASKS, CHATS][: 2 + (find_spec("inspect_ai") is not None)])
+    settings = [f"eval.tasks_folder={write_tasks(tmp_path)}", f"eval.tasks=[{tasks}]", "run.eval_every=1"]
     settings += ["run.steps=2", "optim.lr=0.05", "eval.prompts=5"]
     plain = stages.stage("grpo", tiny_data, tmp_path / "plain", *settings[3:])
     run = stages.stage("grpo", tiny_data, tmp_path / "run", *settings)
@@ -191,6 +212,9 @@ def test_a_stage_is_evaluated_by_tasks_and_trains_as_without(harness, tiny_data,
     assert steps[0] == steps[1] and len(steps[0][1]) > 20 and stages.same_weights(plain, run)
     assert [[name in record for name in METRICS] for record in stages.records(run)] == [[True, True]] * 3
     assert [stages.records(run)[-1][name] for name in METRICS] == scores_of(run / "hf")
+    if CHATS in tasks:
+        assert [INCLUDED in record for record in stages.records(run)] == [True] * 3
+        assert stages.records(run)[-1][INCLUDED] == included_of(run / "hf")
 
 
 def test_a_suite_that_fails_ends_the_run_which_measures_again_only_what_it_lacks(
@@ -207,7 +231,7 @@ def test_a_suite_that_fails_ends_the_run_which_measures_again_only_what_it_lacks
     monkeypatch.setattr(HarnessProcess, "begin", counted)
     settings = [f"eval.tasks_folder={write_tasks(tmp_path)}", f"eval.tasks=[{TASKS[1]}]", "run.eval_every=1"]
     settings += ["run.steps=2", "checkpoint.every=9"]
-    with pytest.raises(SuiteError, match=r"^eval.tasks: lm-evaluation-harness failed: .*log\.txt\)$"):
+    with pytest.raises(SuiteError, match=r"^eval.tasks: a suite failed: .*log\.txt\)$"):
         stages.stage("grpo", tiny_data, tmp_path / "run", *settings)
     assert stages.checkpoints(tmp_path / "run") == [1] and len(addresses) == 2
     for _ in range(2):
@@ -234,9 +258,14 @@ def test_engines_on_ranks_of_their_own_answer_tasks(ranks, tiny_data, tmp_path):
             r"login node, with the same HF_HOME: python -m aligner.rollout.harness_process absent$",
         ),
         ("long", r"eval.tasks='long': expected tasks with answers of at most 62 tokens.* generates up to 63"),
+        ("inspect/wordy.py", r"eval.tasks='inspect/vowels': expected tasks with answers of at most 62 tokens"),
+        (CHATS.replace("vowels.py", "none.py"), r"eval.tasks='inspect/none.py@vowels': expected inspect/ and what"),
+        (f"{CHATS}s", r"eval.tasks='inspect/vowels.py@vowelss': expected tasks that Inspect loads. \w+: .*vowelss"),
     ],
 )
 def test_a_task_that_cannot_run_is_refused_before_training(task, words, harness, tiny_data, tmp_path, monkeypatch):
+    if "/" in task and find_spec("inspect_ai") is None:
+        lacking("inspect_ai is not installed")
     monkeypatch.setattr(suites, "HarnessProcess", harness)
     folder = write_tasks(tmp_path)
     with pytest.raises(ConfigError, match=words):

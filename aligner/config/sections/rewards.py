@@ -124,11 +124,13 @@ class EvalConfig(Section, key="eval"):
 
     tasks: list[str] = key(
         [],
-        "Tasks and groups of lm-evaluation-harness that evaluate the policy, by the run's engine. Their data must be "
-        "on this machine (docs/how-to/evaluate.md).",
+        "Tasks and groups of lm-evaluation-harness that evaluate the policy, by the run's engine; with inspect/ before "
+        "them tasks of Inspect. Their data must be on this machine (docs/how-to/evaluate.md).",
     )
-    tasks_folder: str = key("", "Folder with tasks of your own.", resume=IGNORE)
-    tasks_chat: bool = key(False, "Put the tasks' prompts into the chat template.")
+    tasks_folder: str = key(
+        "", "Folder with tasks of your own. Empty: files of Inspect are in the current one.", resume=IGNORE
+    )
+    tasks_chat: bool = key(False, "Put the tasks' prompts into the chat template. Those of Inspect always are.")
 
     RULES = rules("""
 !tasks => tasks_folder = | without eval.tasks
