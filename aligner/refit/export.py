@@ -32,7 +32,7 @@ from aligner.refit.exchange import Exchange
 from aligner.refit.plan import EngineGrid, TrainerGrid, buckets, plan_refit
 
 EXTRA_FILE = "aligner.json"  # values without a key in config.json: a reward model's bias and scale
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 128 << 20  # all that a rank sends of a bucket is one message
 
 
 class WholeTensors(RolloutEngine):
@@ -56,7 +56,7 @@ def whole_weights(model: ShardedModel, bucket_bytes: int = BUCKET_BYTES) -> Iter
     dist.all_reduce(torch.zeros(1, device=model.device))  # NCCL wants all in a group's first call
     for bucket in buckets(sizes, bucket_bytes):
         some = tensors[bucket.start : bucket.stop]
-        plan = plan_refit(trainer, writer, some, model.dtype.itemsize, bucket_bytes)
+        plan = plan_refit(trainer, writer, some, model.dtype.itemsize, bucket_bytes, messages_of_pair=1)
         exchange = Exchange(plan, rank, model.device, model.dtype)
         exchange.lasting = False
         whole = WholeTensors(some if rank == 0 else (), model.dtype, model.device)

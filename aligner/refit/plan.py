@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from heapq import heapify, heapreplace
 
-from aligner.config.sections.engine import message_bytes
+from aligner.config.sections.engine import MESSAGES, message_bytes
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.stages import LayoutSizes
 from aligner.errors import LayoutError
@@ -144,10 +144,15 @@ class Plan:
 
 @lru_cache(maxsize=8)
 def plan_refit(
-    trainer: TrainerGrid, engine: EngineGrid, tensors: tuple[HfTensor, ...], item_bytes: int, bucket_bytes: int
+    trainer: TrainerGrid,
+    engine: EngineGrid,
+    tensors: tuple[HfTensor, ...],
+    item_bytes: int,
+    bucket_bytes: int,
+    messages_of_pair: int = MESSAGES,
 ) -> Plan:
-    """Return the plan. `item_bytes`: of one element on its way. Raises LayoutError if a layout cannot share a
-    tensor."""
+    """Return the plan. `item_bytes`: of one element on its way. `messages_of_pair`: the least that two ranks exchange,
+    where they are large. Raises LayoutError if a layout cannot share a tensor."""
     routes = _Routes(trainer, engine)
     owned: dict[int, list[TensorSpan]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
@@ -168,7 +173,8 @@ def plan_refit(
     @cache
     def cut(parts: tuple[TensorSpan, ...]) -> list[tuple[tuple[TensorSpan, ...], int]]:
         words = sum((span.stop - span.start) * tensors[span.tensor].entry_words(item_bytes) for span in parts)
-        return list(_messages(parts, tensors, item_bytes, message_bytes(words * item_bytes, bucket_bytes)))
+        limit = message_bytes(words * item_bytes, bucket_bytes, messages_of_pair)
+        return list(_messages(parts, tensors, item_bytes, limit))
 
     messages = []
     for (source, target), parts in sorted(routes.wire.items()):

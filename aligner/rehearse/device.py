@@ -7,6 +7,7 @@ The content of a device tensor is unknown: the host reads zeros, or the values o
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import weakref
 from collections import Counter
@@ -32,6 +33,7 @@ from aligner.rehearse.record import RehearsalRecord, source_line
 aten = torch.ops.aten
 BLOCK = 512  # bytes: what CUDA's allocator rounds to
 LARGE = 1 << 28  # bytes: a host tensor above this has no storage either (offloaded weights, checkpoints)
+MAPPED = 1 << 16  # bytes: zeros from here on have a mapping of their own
 FACTORIES = {
     *(aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default),
     *(aten.randn.generator, aten.randn.default, aten.rand.default),
@@ -158,9 +160,11 @@ class RehearsedDevice(TorchDispatchMode):
                     with unset_fake_temporarily():
                         return answer(source, frame.f_locals).to(dtype)
             frame = frame.f_back
-        with unset_fake_temporarily():  # numpy's zeros take no memory before they are read
-            zeros = torch.from_numpy(np.zeros((max(1, source.numel()), dtype.itemsize), np.uint8)).view(dtype)
-            return zeros[: source.numel(), 0].view(source.shape)
+        with unset_fake_temporarily():
+            size = max(1, source.numel()) * dtype.itemsize
+            # a mapping's zeros take no memory before they are read; an allocator's may be old memory, which it fills
+            raw = np.frombuffer(mmap.mmap(-1, size), np.uint8) if size > MAPPED else np.zeros(size, np.uint8)
+            return torch.from_numpy(raw).view(dtype)[: source.numel()].view(source.shape)
 
     def on_host(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor on the CPU without storage."""
@@ -210,7 +214,7 @@ class RehearsedDevice(TorchDispatchMode):
             kernels.refuse_mixed(func, tensors)
         out = self._of_values(op, func, args, kwargs) if cuda else NotImplemented
         if out is NotImplemented:
-            alone = not device and all(on_device(t) for t in tensors) and kernels.plain(func)
+            alone = target in ("", "cuda") and all(on_device(t) for t in tensors) and kernels.plain(func)
             out = kernels.run(self.fake, func, args, kwargs) if alone else func(*args, **kwargs)
         made = [t for t in ((out,) if isinstance(out, Tensor) else tree_leaves(out)) if on_device(t)]
         for t in made:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, _meta_registrations
 from torch._decomp import global_decomposition_table
-from torch._subclasses.fake_impls import op_implementations_checks
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_impls import _is_tensor_constructor, _like_tensor_constructors, op_implementations_checks
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 LOCAL_RANK = 3  # not 0, the device of whoever names none
-CUDA = torch.device("cuda", LOCAL_RANK)
+CUDA, META = torch.device("cuda", LOCAL_RANK), torch.device("meta")
+NAMESPACES = ("aten", "aligner", "rehearsed", "torch_attn")
 # operations whose floating tensors CUDA wants in one dtype, where kernels without storage do not look
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "_grouped_mm", "convolution", "_varlen_attn"}
 ALIKE = {
@@ -29,6 +30,7 @@ ALIKE = {
 # FakeTensorMode has rules of its own for these, for shapes that are not known and for devices that differ
 PLAIN = {aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor, aten.copy_.default}
 _kept: list[torch.library.Library] = []  # their kernels go with them
+_attributes: dict[FakeTensorMode, dict[str, Any]] = {}  # of a tensor without storage
 
 
 def install() -> None:
@@ -52,9 +54,11 @@ def has_kernel(name: str, key: str) -> bool:
 @functools.cache
 def plain(func: Any) -> bool:
     """Return whether the kernel gives the complete result if every tensor is on the device."""
-    if func not in PLAIN and any(applies(func) for applies, _ in op_implementations_checks):
+    known = func in PLAIN or func in _like_tensor_constructors or _is_tensor_constructor(func)
+    if not known and any(applies(func) for applies, _ in op_implementations_checks):
         return False
-    return func.namespace == "aten" and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta")
+    kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "Meta")
+    return func.namespace in NAMESPACES and kernel
 
 
 @functools.cache
@@ -76,10 +80,31 @@ def refuse_mixed(func: Any, tensors: list[Tensor]) -> None:
 
 
 def run(mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict) -> Any:
-    with in_kernel_invocation_manager(mode):
-        out = func(*args, **kwargs)
+    """Run a kernel as torch's `in_kernel_invocation_manager` does, without its generator."""
+    if kwargs.get("device") is not None:
+        kwargs = kwargs | {"device": META}
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        before, mode.in_kernel_invocation = mode.in_kernel_invocation, True
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            mode.in_kernel_invocation = before
+    if isinstance(out, Tensor):
+        return _on_device(mode, out)
+    return tree_map_only(Tensor, lambda t: _on_device(mode, t), out)
 
-    def on_device(t: Tensor) -> Tensor:
-        return t if isinstance(t, FakeTensor) else FakeTensor(mode, t, CUDA)
 
-    return on_device(out) if isinstance(out, Tensor) else tree_map_only(Tensor, on_device, out)
+def _on_device(mode: FakeTensorMode, t: Tensor) -> Tensor:
+    """Return a kernel's result as a tensor of the device. The first one is made by FakeTensor, the others get its
+    attributes, which are alike."""
+    if isinstance(t, FakeTensor):
+        return t
+    if mode not in _attributes:
+        made = FakeTensor(mode, t, CUDA)
+        _attributes[mode] = dict(made.__dict__)
+        return made
+    made = Tensor._make_subclass(FakeTensor, t, t.requires_grad, dispatch_device=True, device_for_backend_keys=CUDA)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    made.__dict__.update(_attributes[mode])
+    return made

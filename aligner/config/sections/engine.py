@@ -162,10 +162,10 @@ draft_tokens => draft_tokens <max_batch | : a step with drafts has at most so ma
 MESSAGES, FLOOR_BYTES = 8, 1 << 20  # minimum messages for a pair of ranks, and minimum bytes of one
 
 
-def message_bytes(total_bytes: int, bucket_bytes: int) -> int:
+def message_bytes(total_bytes: int, bucket_bytes: int, messages: int = MESSAGES) -> int:
     """Return the most bytes of one message of a refit, from all that one rank sends another: one message is packed
     while another is sent."""
-    return min(bucket_bytes, max(FLOOR_BYTES, -(-total_bytes // MESSAGES)))
+    return min(bucket_bytes, max(FLOOR_BYTES, -(-total_bytes // messages)))
 
 
 @dataclass
