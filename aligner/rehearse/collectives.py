@@ -12,7 +12,6 @@ import time
 import warnings
 import zlib
 from collections import defaultdict, deque
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,14 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers
 from torch.utils._pytree import tree_leaves
 
 from aligner.rehearse.device import RehearsedDevice, on_device
+from aligner.rehearse.forks import SUFFIX
 from aligner.rehearse.order import Communication
 from aligner.rehearse.record import RehearsalRecord, stack
 
 # argument, else 0
 BYTES_OF = {"_reduce_scatter_base_": 1, "alltoall_base_": 1, "reduce_scatter_tensor_coalesced_": 1, "gather_": 1}
 P2P = ("send", "recv_")
-SUFFIX, POLL_S = ".spoken", 0.05
+POLL_S = 0.05
 UNEVEN = ("alltoall_base_", "alltoall_")  # ranks may send each other different amounts
 AXES = ("tp", "pp", "cp", "dp", "ep", "dp_cp", "expt_dp", "mp", "embd", "tp_cp", "tp_dp_cp", "tp_ep", "tp_ep_pp")
 
@@ -180,10 +180,11 @@ class Collectives:
         size_text = "" if op in UNEVEN else f"{size} bytes "
         detail = f"{what} {size_text}{kinds} {'cuda' if cuda else 'cpu'}"
         entry = self.note(group, what, size, detail, args[2] if op in P2P else None)
-        if cuda and op.endswith("_coalesced_"):  # has no kernel for tensors without storage
-            out = FakeWork().boxed()
+        if cuda:  # nothing is computed, and `_refuse` has looked
+            boxed = FakeWork().boxed()
+            out = boxed if len(func._schema.returns) == 1 else (args[0], boxed)
         else:
-            with nullcontext() if cuda else unset_fake_temporarily():
+            with unset_fake_temporarily():
                 out = func(*args, **kwargs)
         work = Work.unbox(next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)))
         first, second = ([t for t in tree_leaves(argument) if on_device(t)] for argument in args[:2])

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from aligner.config.derived import response_limit
+from aligner.config.derived import evaluates, response_limit
 from aligner.config.schema import Config
 from aligner.config.sections.checkpoint import CheckpointConfig
 from aligner.config.sections.cluster import SCALE
@@ -20,6 +20,7 @@ from aligner.config.sections.logging import LoggingConfig
 from aligner.config.sections.model.config import ModelConfig, for_run
 from aligner.config.sections.rewards import RewardFunctionConfig
 from aligner.config.sections.run import StopConfig
+from aligner.config.stages import STAGES
 from aligner.families.hf_config import hf_config
 from aligner.plan.job import known_shape
 from aligner.plan.presets import preset_of
@@ -69,7 +70,10 @@ def prepared(cfg: Config, folder: Path) -> Config:
         for judge in cfg.reward.judges
         if not judge.endpoint.base_url
     ]
-    ready.reward = replace(cfg.reward, functions=[RewardFunctionConfig(REWARD)], judges=judges, workers=1)
+    stage = STAGES[cfg.stage.name]
+    scores = stage.rollouts or stage.generates(cfg) or evaluates(cfg)  # else a function would bring an engine
+    functions = [RewardFunctionConfig(REWARD)] if scores else []
+    ready.reward = replace(cfg.reward, functions=functions, judges=judges, workers=1)
     ready.critic = replace(cfg.critic, warmup_steps=0, pretrain_steps=min(1, cfg.critic.pretrain_steps))
     if cfg.reward.model or (cfg.stage.name == "ppo" and not cfg.critic.init):
         ready.reward.model = there(cfg.reward.model)

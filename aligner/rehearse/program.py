@@ -165,7 +165,7 @@ def route_evenly(device: RehearsedDevice) -> None:
 
 
 def _rollouts() -> None:
-    from aligner.rollout.groups import Groups
+    from aligner.rollout.groups import GroupFilter, Groups
     from aligner.rollout.sample_generator import ByPrompt, SampleGenerator
     from aligner.rollout.sample_state import SampleState, by_prompt
     from aligner.rollout.score import Scorer
@@ -210,7 +210,12 @@ def _rollouts() -> None:
             groups.components = functions | self.rewards.models(groups.samples)
         return groups
 
+    def filled_alike(self: GroupFilter, filled: list[int], *counts: Any) -> None:
+        """Let every rank fill its slots if this one does."""
+        add_round(self, self.open if filled else [], *counts)
+
     SampleGenerator.__call__, SampleGenerator.advance, Scorer.__call__ = called, advanced, score
+    add_round, GroupFilter._add_round = GroupFilter._add_round, filled_alike
 
 
 def _checkpoints(device: RehearsedDevice) -> None:

@@ -8,14 +8,11 @@ import gc
 import json
 import logging
 import os
-import re
 import resource
-import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,14 +27,12 @@ from aligner.data.tokenizer import byte_tokenizer
 from aligner.files import write_whole
 from aligner.plan.devices import find_device
 from aligner.rehearse import cuda, engine_ranks, program, shortened
-from aligner.rehearse.collectives import SUFFIX, Collectives, MessageLog, NoMessageError, join
+from aligner.rehearse.collectives import Collectives, MessageLog, NoMessageError, join
 from aligner.rehearse.device import RehearsedDevice
+from aligner.rehearse.forks import SUFFIX, fork, send
 from aligner.rehearse.kernels import LOCAL_RANK
 from aligner.rehearse.record import RehearsalRecord
 from aligner.run.chain import code
-
-# said of a process that was killed
-KILLED = "Linux does that where memory is short. Free some, or rehearse a rank at a time: taskset -c 0 aligner rehearse"
 
 
 def main(path: str) -> None:
@@ -69,49 +64,11 @@ def main(path: str) -> None:
     fork(asked["cases"], asked["processes"], lambda case: rehearse(case, device, collectives))
 
 
-def fork(cases: Sequence[dict[str, Any]], processes: int, work: Callable[[dict[str, Any]], None]) -> None:
-    """Run `work`, which does not return, on each case in a process of its own. Exits where one was killed: no program
-    does that to itself, so it says nothing about the job."""
-    running: dict[int, dict[str, Any]] = {}
-    waiting = list(cases)
-    while waiting or running:
-        while waiting and len(running) < processes:
-            case = waiting.pop(0)
-            child = os.fork()
-            if child == 0:
-                work(case)
-            running[child] = case
-        child, status = os.wait()
-        case = running.pop(child)
-        if not Path(case["out"]).is_file():
-            if (ended := os.waitstatus_to_exitcode(status)) == -signal.SIGKILL:
-                sys.exit(f"the process of rank {case['rank']} was killed: {KILLED}")
-            _ended(case, ended)
-        _send(1, rank=case["rank"], ended=True)
-
-
-def _send(pipe: int, **event: Any) -> None:
-    """Write an event at once, so that events of several processes do not mix."""
-    os.write(pipe, json.dumps(event).encode() + b"\n")
-
-
-def _ended(case: dict[str, Any], code: int) -> None:
-    """Write the record of a process that C++ has ended, whose stack is in the log."""
-    record, out = RehearsalRecord(), Path(case["out"])
-    log = out.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
-    frames = re.findall(r'File ".*/(aligner/[^"]+)", line (\d+)', log)
-    places = [f"{file}:{line}" for file, line in frames if not file.startswith("aligner/rehearse/")]
-    text = f"the process ended with {code}: {' '.join(log.split())[:500]}"
-    record.errors.append({"phase": "?", "place": places[0] if places else "?", "text": text})
-    usage = {"rank": case["rank"], "cpu_s": 0.0, "host_bytes": 0, "transformer_engine_lacks": None}
-    write_whole(out, json.dumps(record.data() | usage))
-
-
 def rehearse(case: dict[str, Any], device: RehearsedDevice, collectives: Collectives) -> None:
     """Rehearse a case and end the process."""
     out, start = Path(case["out"]), time.process_time()
     log, events = out.with_suffix(".log").open("w"), os.dup(1)
-    device.record.listener = lambda phase: _send(events, rank=case["rank"], phase=phase)
+    device.record.listener = lambda phase: send(events, rank=case["rank"], phase=phase)
     device.record.listener(device.record.name)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

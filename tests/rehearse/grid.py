@@ -81,7 +81,8 @@ def cases() -> list[Case]:
 
 def overrides(stage: str, family: str, layout: str) -> list[str]:
     shape = ["model.num_layers=2", *FAMILIES[family]]
-    return [f"stage={stage}", f"model={family}", *shape, *SMALL, *{**LAYOUTS, **MORE}[layout]]
+    alone = ["batch.group=1"] * (stage == "distill")  # answers of one prompt have no use there
+    return [f"stage={stage}", f"model={family}", *shape, *SMALL, *alone, *{**LAYOUTS, **MORE}[layout]]
 
 
 def rehearsed(chosen: list[Case], folder: Path, gpus: int = 8) -> dict[Case, Rehearsal]:

@@ -1,5 +1,5 @@
-"""Stages, families and axes of layout, at full width and reduced depth: three of eleven cases of the grid, in which
-each meets several of the others; every pair: `python -m tests.rehearse.grid`."""
+"""Stages, families and axes of layout, at full width and reduced depth: one of seven cases of the grid, with every
+family, in which each stage and axis meets several of the others; every pair: `python -m tests.rehearse.grid`."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ import pytest
 from aligner.config.stages import STAGES
 from tests.rehearse.grid import BESIDE, EXPERTS, FAMILIES, LAYOUTS, MORE, STAGED, cases, rehearsed
 
-CHOSEN = [case for number, case in enumerate(cases()) if number % 11 in (1, 4, 8)]
+CHOSEN = [case for number, case in enumerate(cases()) if number % 21 in (0, 7, 11)]
 
 
 @pytest.mark.slow
@@ -31,6 +31,7 @@ def test_the_cases_have_every_pair():
 
 
 def test_what_is_chosen_has_each_beside_several_others():
-    for name in (*STAGES, *FAMILIES, *LAYOUTS, *MORE):
+    for name in (*STAGES, *LAYOUTS, *MORE):
         beside = [set(others) - {name} for others in zip(*(case for case in CHOSEN if name in case), strict=True)]
         assert all(len(others) >= 2 for others in beside if others), name
+    assert {family for _, family, _ in CHOSEN} == {*FAMILIES}

@@ -58,14 +58,26 @@ KINDS = {  # as torch calls them
 GPUS, STEPS = 8, 2
 
 
-@pytest.mark.slow
-def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory):
+    """A Rehearsal of each job, all from one process that has imported everything."""
+    folder = tmp_path_factory.mktemp("plan")
     configs = {name: compose([*overrides, "model.num_layers=4"]) for name, overrides in CASES.items()}
-    jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
-    records, first = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path)), {}
-    for name, (cfg, cases) in jobs.items():
-        own = {case["rank"]: next(records) for case in cases}
-        rehearsal = Rehearsal(cfg, GPUS, find_device("h100"), own, 0.0)
+    configs |= {name: compose([*overrides, "model.num_layers=2"]) for name, overrides in SHARING.items()}
+    jobs = {name: cases_of(cfg, GPUS, "stages", folder / name) for name, cfg in configs.items()}
+    records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", folder))
+    return {
+        name: Rehearsal(cfg, GPUS, find_device("h100"), {case["rank"]: next(records) for case in cases}, 0.0)
+        for name, (cfg, cases) in jobs.items()
+    }
+
+
+@pytest.mark.slow
+def test_a_plan_has_the_memory_and_the_messages_of_the_code(rehearsals):
+    first = {}
+    for name in CASES:
+        rehearsal = rehearsals[name]
+        cfg, own = rehearsal.cfg, rehearsal.records
         assert not rehearsal.faults, name
         for rank, record in own.items():
             phases = record["phases"]
@@ -94,12 +106,10 @@ def test_a_plan_has_the_memory_and_the_messages_of_the_code(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_counts_shared_prompts_once(tmp_path):
-    configs = {name: compose([*overrides, "model.num_layers=2"]) for name, overrides in SHARING.items()}
-    jobs = {name: cases_of(cfg, GPUS, "stages", tmp_path / name) for name, cfg in configs.items()}
-    records = iter(run([case for _, cases in jobs.values() for case in cases], "h100", tmp_path))
-    for name, (cfg, cases) in jobs.items():
-        rehearsal = Rehearsal(cfg, GPUS, find_device("h100"), {case["rank"]: next(records) for case in cases}, 0.0)
+def test_a_plan_counts_shared_prompts_once(rehearsals):
+    for name in SHARING:
+        rehearsal = rehearsals[name]
+        cfg = rehearsal.cfg
         assert not rehearsal.faults and not rehearsal.one_by_one, name
         for rank, record in rehearsal.records.items():
             for phase in ("logprobs", "update"):

@@ -58,8 +58,8 @@ def test_no_process_outlives_the_command(number, tmp_path):
 # the loop of a rehearsal's processes around ranks that end themselves
 ENDS = """
 import json, os, sys
-from aligner.rehearse import rank
-rank.fork(json.load(open(sys.argv[1]))["cases"], 1, lambda case: os.kill(os.getpid(), case["signal"]))
+from aligner.rehearse import forks
+forks.fork(json.load(open(sys.argv[1]))["cases"], 1, lambda case: os.kill(os.getpid(), case["signal"]))
 """
 
 
@@ -76,6 +76,41 @@ def test_a_rank_that_aborts_is_a_fault_and_one_that_was_killed_is_not(tmp_path, 
         command.run(cases, "h100", tmp_path)
     (error,) = json.loads(outs[1].read_text())["errors"]
     assert "the process ended with -6" in error["text"] and not outs[3].exists()
+
+
+# ranks that write down their start, of which only rank 0 ends while there is little memory
+SHORT = """
+import json, os, sys, time
+from pathlib import Path
+from aligner.rehearse import forks
+folder, cases = Path(sys.argv[1]).parent, json.load(open(sys.argv[1]))["cases"]
+forks.free_bytes = lambda: (0 if Path(cases[1]["out"] + ".begun").exists() and not ended(0) else 1 << 40)
+ended = lambda rank: Path(cases[rank]["out"]).exists()
+def work(case):
+    out, rank = Path(case["out"]), case["rank"]
+    with open(str(out) + ".begun", "a") as file:
+        print(rank, file=file)
+    out.with_suffix(forks.SUFFIX).open("a").write("spoken ")
+    out.with_suffix(".run").mkdir()
+    while rank == 0 and not Path(cases[1]["out"] + ".begun").exists() or rank and not ended(0):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    out.write_text(json.dumps({"rank": rank}))
+    os._exit(0)
+forks.fork(cases, 3, work)
+"""
+
+
+def test_where_memory_is_short_the_last_rank_is_ended_and_begins_again(tmp_path, monkeypatch):
+    (tmp_path / "short.py").write_text(SHORT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(command, "PROGRAM", "short")
+    cases = [{"rank": rank, "out": str(tmp_path / f"rank-{rank}.json")} for rank in range(3)]
+    assert [record["rank"] for record in command.run(cases, "h100", tmp_path)] == [0, 1, 2]
+    starts = [Path(f"{case['out']}.begun").read_text().split() for case in cases]
+    assert starts[0] == ["0"] and starts[1] == ["1"] * 2  # the first one went on
+    for case in cases:  # nothing is left of what was ended
+        assert Path(case["out"]).with_suffix(".spoken").read_text() == "spoken "
 
 
 class Stream(io.StringIO):

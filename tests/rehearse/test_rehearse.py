@@ -18,6 +18,7 @@ def test_a_pipeline_without_faults(tmp_path, capsys):
     first, last = (content["ranks"][rank]["phases"] for rank in ("0", "2"))
     for phases in (first, last):
         assert {"build", "load", "logprobs", "update", "eval", "save", "export"} <= set(phases)
+        assert not any("engine" in name for phase in phases.values() for name in phase["held"])  # nothing generates
         held = phases["update"]["held"]
         assert held["policy gradients"] == pytest.approx(2 * held["policy weights"], rel=0.01)  # float32 of bfloat16
         assert held["policy optimizer"] == pytest.approx(3 * held["policy weights"], rel=0.01)  # 12 bytes over 2 ranks

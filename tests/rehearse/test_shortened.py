@@ -29,12 +29,14 @@ def test_every_micro_batch_is_run_or_counted(stages):
 
 @pytest.mark.slow
 def test_all_numbers_are_those_of_the_whole_job(tmp_path, monkeypatch):
-    results = []
-    for program in ("aligner.rehearse.rank", "tests.rehearse.unshortened"):
-        monkeypatch.setattr(command, "PROGRAM", program)
-        folder = tmp_path / program
-        jobs = [command.cases_of(compose([*job, *SMALL]), 4, "stages", folder / name) for name, job in JOBS.items()]
-        results.append(command.run([case for _, cases in jobs for case in cases], "h100", folder))
+    monkeypatch.setattr(command, "PROGRAM", "tests.rehearse.unshortened")
+    configs = [(name, compose([*job, *SMALL])) for name, job in JOBS.items()]
+    every = []
+    for kind in ("short", "whole"):
+        jobs = [command.cases_of(cfg, 4, "stages", tmp_path / kind / name) for name, cfg in configs]
+        every += [case | {"whole": kind == "whole"} for _, cases in jobs for case in cases]
+    records = command.run(every, "h100", tmp_path)
+    results = [[r for case, r in zip(every, records, strict=True) if case["whole"] == whole] for whole in (False, True)]
     for short, whole in zip(*results, strict=True):
         assert not short["errors"] and not whole["errors"]
         assert short["phases"].keys() == whole["phases"].keys()
