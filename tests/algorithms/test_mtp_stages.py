@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from aligner.errors import ConfigError
 from tests import stages
+from tests.tools.test_convert import converted
 
 SHAPE = [
     "model.family=glm4_moe",
@@ -81,3 +82,23 @@ def test_a_checkpoint_without_the_layer_is_no_start_for_it(data, tmp_path):
     for init in (run / "hf", run / "checkpoints" / "step-00000001"):
         with pytest.raises(ConfigError, match=r"model.mtp.layers=1: expected 0 with .*"):
             stages.stage("sft", data, tmp_path / "again", f"model.init={init}", AHEAD, "run.steps=1")
+
+
+def test_a_student_learns_it_beside_its_teacher(data, taught, tmp_path):
+    options = [f"model.init={taught / 'hf'}", AHEAD, f"algorithm.distill.teacher={taught / 'hf'}", "run.steps=2"]
+    run = stages.stage("distill", data, tmp_path, *options)
+    records = stages.records(run)
+    assert records[0]["distill/divergence"] == pytest.approx(0, abs=1e-6) and records[0]["mtp/loss"] > 0.01
+    before, after = (load_file(folder / "hf" / "model.safetensors") for folder in (taught, run))
+    assert not torch.equal(before["model.layers.2.eh_proj.weight"], after["model.layers.2.eh_proj.weight"])
+
+
+def test_a_run_goes_on_with_it_and_its_checkpoint_is_exported_with_it(ranks, data, tmp_path):
+    whole = stages.stage("sft", data, tmp_path / "whole", *SHAPE, AHEAD, "run.steps=3")
+    for steps in (2, 3):
+        parts = stages.stage("sft", data, tmp_path / "parts", *SHAPE, AHEAD, "checkpoint.every=1", f"run.steps={steps}")
+    assert stages.differences(parts, whole) == [] and stages.same_weights(parts, whole)
+    ranks.run(converted, what="export", source=parts, goal=tmp_path / "out", file_bytes=1e9)
+    exported, weights = (load_file(path / "model.safetensors") for path in (tmp_path / "out", whole / "hf"))
+    assert exported.keys() == weights.keys() and all(torch.equal(t, weights[name]) for name, t in exported.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -151,12 +151,11 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
     + [("gemma4-inputs", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
     + [("indexer_loss", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
     + [("deepseek_v4", layout) for layout in ("cp2-tp2-sequence", "padded", "shared")]
-    + [("mtp", layout) for layout in ("ep3", "tp2-sequence", "cp2", "cp2-heads", "dp2", "tp2", "padded", "shared")],
+    + [("mtp", layout) for layout in ("tp2", "tp2-sequence", "cp2", "cp2-heads", "dp2", "padded", "shared")],
 )
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
-    apart = {"padded": (1, DP), "shared": (1, DP), "ep3": (3, ParallelConfig(expert=3))}
-    world, parallel = (LAYOUTS | apart)[layout]
+    world, parallel = {"padded": (1, DP), "shared": (1, DP), **LAYOUTS}[layout]
     model = (CUT | AHEAD)[name]
     cfg = model["cfg"]
     optim = FAINT if cfg.traits.hyper else GENTLE if cfg.linear.key_heads or cfg.layer_input_size else SGD

@@ -15,7 +15,16 @@ from aligner.models.folder_check import check_folder
 from aligner.models.params import from_hf
 from aligner.models.safetensors_io import open_hf, write_hf
 from aligner.roles.batching import micro_batches
-from tests.megatron.models import build, load_and_step, nll_loss, same, save_and_go_on, weights
+from tests.megatron.models import (
+    agreed,
+    build,
+    equal_shares,
+    load_and_step,
+    nll_loss,
+    same,
+    save_and_go_on,
+    weights,
+)
 from tests.tiny import ADAM, DEEPSEEK, GLM, SGD, batch, hf_weights, relative, transformers_model
 
 pytestmark = pytest.mark.multirank
@@ -117,3 +126,17 @@ def test_a_checkpoint_has_the_layer_for_any_layout(ranks, tmp_path):
     for other in ranks.run(load_and_step, world=2, folder=tmp_path, parallel=ParallelConfig(tensor=2), **model):
         assert same(other["weights"], saved["weights"])
         assert other["metrics"]["mtp/loss"] == pytest.approx(saved["metrics"]["mtp/loss"], rel=1e-5)
+
+
+def test_experts_on_several_ranks_learn_the_same(ranks):
+    """Also where a pass without gradient counts the experts' load before."""
+    moe = replace(GLM.moe, aux_coef=0.1, aux_over="minibatch")
+    cfg = replace(GLM, moe=moe, mtp=MtpConfig(1, 0.5, detach=False))
+    model = {"cfg": cfg, "optim": SGD, "bc": BatchConfig(micro_batch_samples=2), "each": equal_shares}
+    start = agreed(ranks, 1, **model, steps=0)["weights"]
+    alone, apart = agreed(ranks, 1, **model), agreed(ranks, 2, **model, parallel=ParallelConfig(expert=2))
+    for ours, theirs in zip(apart["metrics"], alone["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for name, value in alone["weights"].items():
+        if "correction_bias" not in name:
+            assert relative(apart["weights"][name], value, value - start[name]) <= 2e-5, name
