@@ -290,3 +290,5 @@ def test_an_export_moves_each_byte_once_and_only_to_the_rank_that_writes():
     assert list(plan.local) == [0] and own + moved.total() == total
     # whole tensors over tensor ranks, and from stage to stage: rank 0 sent an eighth of all to seven others, too
     assert moved.total() < 0.53 * (total - own + 7 / 8 * total)
+    few = plan_refit(trainer, EngineGrid((0,)), tensors, 2, 1 << 40, messages_of_pair=1)
+    assert Counter(m.source for m in itertools.chain.from_iterable(few.rounds)) == dict.fromkeys(moved, 1)

@@ -121,6 +121,7 @@ def broadcast(x, group):
 
 def collectives():
     """The honest ones."""
+    both_at_once()
     before_a_step(gathered, "pp")
     before_a_step(broadcast, "pp")
     before_a_step(lambda x, group: dist.all_reduce(x.t().contiguous(), group=group))
@@ -128,18 +129,10 @@ def collectives():
     before_a_step(lambda x, group: dist.all_to_all_single(x, x.clone(), [3, 1], [1, 3], group=group))
 
 
-def float32_pass():
-    """Read and write 32 GiB in float32."""
+def slow_work():
+    """Read and write 32 GiB in float32, add up 16 GiB of two data-parallel ranks, and multiply in float32."""
     before_a_step(lambda x, group: x.new_empty(1 << 33).add_(1))
-
-
-def extra_sum():
-    """Add up 16 GiB of two data-parallel ranks."""
     before_a_step(lambda x, group: dist.all_reduce(x.new_empty(1 << 32), group=group))
-
-
-def wide_product():
-    """Multiply in float32."""
     before_a_step(lambda x, group: x.new_empty(16384, 16384) @ x.new_empty(16384, 16384))
 
 
