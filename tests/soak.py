@@ -79,7 +79,7 @@ from tests.servers import Server, fickle, scored_by
 TOTAL = 6
 DROPPED = "dropped"  # where a run's deleted logs of answers go, for the run that reads all of them
 GOES_ON = "The run goes on with engines"
-STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside")
+STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside", "sdpo")
 ASKING = ("turns", "outside")  # whom nobody answers the same again
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["pages"] = (1, ["engine.page_tokens=4", "engine.kv_cache_bytes=35840", "sampling.max_response_tokens=10"])
@@ -319,7 +319,8 @@ class Soak:
         world, where = LAYOUTS[layout]
         if stage == "turns":
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
-        outside, stage = stage == "outside", "grpo" if stage == "outside" else stage
+        outside, own_teacher = stage == "outside", stage == "sdpo"
+        stage = {"outside": "grpo", "sdpo": "distill"}.get(stage, stage)
         overrides = [*COMMON, *where, f"checkpoint.async_save={str(async_save).lower()}"]
         if stage != "sft" and "model.init=random" not in where:
             overrides.append(f"model.init={self.folder / 'start_sft'}")
@@ -346,7 +347,11 @@ class Soak:
             ]
         elif stage == "kto":
             overrides += [f"data.eval={self.data / 'labels.jsonl'}", "eval.prompts=4"]
-        if stage == "distill":
+        if own_teacher:
+            overrides += ["algorithm.distill={teacher: self, on_policy: 1}", "ema.decay=0.5", "batch.group=4"]
+            overrides += ["algorithm.distill.teacher_prompt='like {right_answer}:'", "eval.prompts=4"]
+            overrides.append("reward.functions=[{path: tests/assets/tiny_rewards.py:even_first}]")
+        elif stage == "distill":
             overrides += [f"algorithm.distill.teacher={self.folder / 'start_sft'}", "algorithm.distill.on_policy=0.5"]
             overrides[overrides.index(f"model.init={self.folder / 'start_sft'}")] = "model.init=random"
         if stage not in ("rm", "dpo", "kto"):

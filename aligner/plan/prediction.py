@@ -149,10 +149,12 @@ class Prediction:
         apart = f", {self.ranks} that only generate{nodes and f' ({nodes})'}" if self.ranks else ""
         at_once = " (the refit, and the longer of generate and the rest)" if self.lag else ""
         layout = f"{job.grid}{job.recompute_text}{apart}"
+        taught = job.teacher_rows
+        theirs = f", teachers' prompts {taught.prompt_mean:g} (at most {taught.prompt_longest})" if taught else ""
         lines = [
             f"{job.stage} on {job.gpus} x {self.device.name}, {layout}: {names}",
             f"{rows.count} rows a step, prompts {rows.prompt_mean:g} + responses {rows.response_mean:g} tokens on "
-            f"average (at most {rows.prompt_longest} + {rows.response_longest})",
+            f"average (at most {rows.prompt_longest} + {rows.response_longest}){theirs}",
             f"{steps} optimizer step{'s' * (steps > 1)} of {count} micro-batch{'es' * (count > 1)}, "
             f"{tokens:.0f} tokens each"
             if any(model.trained for model in job.models)

@@ -38,6 +38,13 @@ def test_the_size_of_a_tokenizer_is_read(capsys, tmp_path):
     assert "model.vocab_size=0: expected the size of the vocabulary, or model.tokenizer=" in capsys.readouterr().err
 
 
+def test_prompts_that_only_teachers_read_are_named(capsys):
+    settings = ["experiment=opsd", "model=qwen3_0.6b", "algorithm.distill.teacher=/nowhere"]
+    settings.append("data.max_prompt_tokens=96")
+    assert main(["plan", "--gpus", "1", *settings, "algorithm.distill.teacher_prompt='{prompt}{hint}'"]) == 0
+    assert "(at most 96 + 64), teachers' prompts 80 (at most 160)\n" in capsys.readouterr().out
+
+
 def test_json_is_what_programs_read(capsys):
     assert main(["plan", "--json", "--device", "h200", *EIGHT, *TIGHT]) == 0
     data = json.loads(capsys.readouterr().out)
