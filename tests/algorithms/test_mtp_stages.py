@@ -84,6 +84,7 @@ def test_a_checkpoint_without_the_layer_is_no_start_for_it(data, tmp_path):
             stages.stage("sft", data, tmp_path / "again", f"model.init={init}", AHEAD, "run.steps=1")
 
 
+@pytest.mark.slow
 def test_a_student_learns_it_beside_its_teacher(data, taught, tmp_path):
     options = [f"model.init={taught / 'hf'}", AHEAD, f"algorithm.distill.teacher={taught / 'hf'}", "run.steps=2"]
     run = stages.stage("distill", data, tmp_path, *options)

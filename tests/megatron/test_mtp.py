@@ -98,6 +98,7 @@ def step(folder, cfg, rows, optim=SGD):
     return before, metrics, weights(model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("cfg", [DEEPSEEK, GLM], ids=["deepseek_v3", "glm4_moe"])
 def test_loss_and_gradients_are_the_papers(ranks, tmp_path, cfg, detach):
