@@ -80,6 +80,18 @@ if TYPE_CHECKING:  # `homes` reads these lines; their comments are the sections 
     from aligner.families.family import MoeKeys as MoeKeys
     from aligner.families import rows as rows
 
+    # Engines
+    from aligner.config.engines import EngineEntry as EngineEntry
+    from aligner.config.engines import Capabilities as Capabilities
+    from aligner.engines.base import RolloutEngine as RolloutEngine
+    from aligner.engines.base import UpdateLedger as UpdateLedger
+    from aligner.families.hf_config import hf_config as hf_config
+    from aligner.models.params import expected_hf_shapes as expected_hf_shapes
+    from aligner.ops.kernels.checksum import tensor_checksum as tensor_checksum
+    from aligner.errors import ConfigError as ConfigError
+    from aligner.types import Generations as Generations
+    from aligner.types import SamplingParams as SamplingParams
+
 
 @cache
 def homes() -> dict[str, str]:

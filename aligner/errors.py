@@ -83,6 +83,12 @@ class FamilyCodeError(AlignerError):
     exit_code = 2
 
 
+class EngineCodeError(AlignerError):
+    """A user's engine cannot be imported, or lacks a method: bad input."""
+
+    exit_code = 2
+
+
 class StageCodeError(AlignerError):
     """A user's file with a stage cannot be imported, or has no STAGE or main(job): bad input."""
 

@@ -36,6 +36,7 @@ from aligner.rollout.references import check_rows
 from aligner.rollout.sample_generator import SampleGenerator
 from aligner.run.loop import Evaluate
 from aligner.types import TrainBatch
+from aligner.user_code import is_path
 
 if TYPE_CHECKING:
     from aligner.engines.child.engine import ChildEngine
@@ -70,6 +71,8 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
         job.bridge.on_signal = job.boundary.signals.note
         routing = model if job.cfg.mismatch.replay_routing else None
         return on_demand("engine.ranks, to order")(job.bridge, engine.tensor_parallel, dtype, routing)
+    if is_path(engine.name):
+        return on_demand("engine.name")(job, model, engine_dtype(job))
     if engine.child is not None:
         return child_engine(job, model, imported(ENGINES[engine.name].made_by))
     if engine.can.replays:

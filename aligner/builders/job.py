@@ -43,6 +43,7 @@ from aligner.run.starts import Start, start_record
 from aligner.run.stop import Boundary, Deadline, allocation_end, uptime_s
 from aligner.run.timers import Timers
 from aligner.run.watchdog import Watchdog
+from aligner.user_code import is_path
 
 if TYPE_CHECKING:
     from aligner.engines.bridge import Bridge
@@ -144,6 +145,8 @@ def start(cfg: Config, env: RankEnv, signals: StopSignals | None = None) -> Job:
     the other ranks when the job is done. With `signals` it is a run's, which notes its start."""
     if cfg.engine.child is not None:
         imported(ENGINES[cfg.engine.name].made_by).require(cfg.engine)
+    if is_path(cfg.engine.name):
+        on_demand("engine.name, to check")(cfg)
     first = env.rank - env.local_rank
     check_node(cfg, range(first, first + env.local_world_size), env.world_size)
     use_threads(cfg.cluster.threads, env.local_world_size)

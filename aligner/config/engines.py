@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from aligner.config.sections import trtllm, vllm
+from aligner.errors import EngineCodeError
+from aligner.user_code import load_instance
 
 if TYPE_CHECKING:
     from aligner.config.schema import Config
@@ -44,9 +47,11 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Entry of an engine. `made_by`: module:class, imported where a run uses the engine; `made_apart_by`: on ranks of
-    its own, if that differs. `section`: of `engine`, its options. `reasons`: capability -> why it is lacking, after
-    "with engine.name=NAME". `check`: raises ConfigError for a model or a run that the engine does not support."""
+    """Entry of an engine. `made_by`: module:class (of a user's also path.py:class), imported where a run uses the
+    engine; `made_apart_by`: on ranks of its own, if that differs. `section`: of `engine`, its options. `reasons`:
+    capability -> why it is lacking, after "with engine.name=NAME". `check`: raises ConfigError for a model or a run
+    that the engine does not support. `args`: of a user's engine, the dataclass of its own keys, engine.args.<key>.
+    `planned`: what `plan` assumes of it, as fields of `plan.job.Engine`."""
 
     can: Capabilities
     made_by: str
@@ -55,6 +60,8 @@ class EngineEntry:
     by_default: tuple[str, ...] = ("sleep",)  # of cuda_graphs, sleep and sleep_weights, which `auto` turns on
     reasons: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Config, ModelConfig], None] | None = None
+    args: type | None = None
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SEEDED = {"own_process": True, "request_seeds": True, "repeats": True, "cuda_graphs": True, "sleep_weights": True}
@@ -118,6 +125,21 @@ ENGINES = {
     ),
 }
 NAMES = tuple(ENGINES)
+# of a user's engine: those of methods that `RolloutEngine` documents, called in the trainer's process
+OF_USERS = ("any_prompt", "scores", "request_seeds", "repeats", "tensor_parallel", "cuda_graphs", "sleep_weights")
+
+
+@cache
+def entry_of(name: str) -> EngineEntry:
+    """Return an engine's entry, by name or by the path of a user's. Raises EngineCodeError."""
+    if name in ENGINES:
+        return ENGINES[name]
+    entry = load_instance(name, "engine.name", EngineEntry, EngineCodeError)
+    for one in fields(Capabilities):
+        if getattr(entry.can, one.name) and one.name not in OF_USERS:
+            expected = f"capabilities among {', '.join(OF_USERS)}"
+            raise EngineCodeError(f"engine.name={name!r}: expected {expected}; it has {one.name}")
+    return entry
 
 
 def empties(cfg: Config) -> bool:

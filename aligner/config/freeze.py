@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from aligner.config.engines import entry_of
 from aligner.config.identity import flat, reads
 from aligner.config.options import from_plain, leaves
 from aligner.config.schema import Config
@@ -21,7 +22,7 @@ from aligner.config.stage import is_file
 from aligner.errors import ConfigError
 from aligner.families import refuse_foreign
 from aligner.foreign import MAX_DEPTH
-from aligner.user_code import source_files
+from aligner.user_code import is_path, source_files
 
 FILE_NAME = "config.yaml"
 PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; the lock holder's
@@ -146,8 +147,9 @@ def load_frozen(path: Path | str, foreign: bool = False) -> Config:
         raise ConfigError("--frozen", str(path), "a config.yaml written by aligner", reason) from None
     if not isinstance(data, dict):
         raise ConfigError("--frozen", str(path), "a config.yaml written by aligner")
-    if foreign:
+    if foreign:  # nothing is imported that it names
         refuse_foreign((data.get("model") or {}).get("family"), path)
+        data.pop("engine", None)
     return from_plain(Config, data)
 
 
@@ -186,6 +188,8 @@ def outside_code(cfg: Config) -> dict[str, bytes]:
     """Return key -> the file that it names: of a stage, a family, an engine, and functions of `algorithm`, of the
     user's."""
     named = cfg.algorithm.own_functions(partial(reads, cfg.stage.name)) | {"model.family": cfg.model.family}
+    if is_path(cfg.engine.name):
+        named |= {"engine.name": cfg.engine.name, "the engine's class": entry_of(cfg.engine.name).made_by}
     if is_file(cfg.stage.name):
         named["stage.name"] = f"{cfg.stage.name}:main"
     return {key: code for key, path in named.items() if (code := _code([path]))}

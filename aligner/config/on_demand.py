@@ -34,6 +34,8 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "logging.trackers=trackio": ("aligner.run.trackers.trackio:Trackio", lambda cfg: "trackio" in cfg.logging.trackers),
     "logging.trackers=swanlab": ("aligner.run.trackers.swanlab:SwanLab", lambda cfg: "swanlab" in cfg.logging.trackers),
     "auto": ("aligner.builders.sizes:decide", undecided),
+    "engine.name": ("aligner.builders.outside_engine:user_engine", lambda cfg: is_path(cfg.engine.name)),
+    "engine.name, to check": ("aligner.builders.outside_engine:engine_class", lambda cfg: is_path(cfg.engine.name)),
     "engine.ranks": ("aligner.builders.serving:serve", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, between ranks": ("aligner.engines.bridge:Bridge", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, to order": ("aligner.engines.native.remote:RemoteEngine", lambda cfg: cfg.engine.ranks > 0),
@@ -114,6 +116,6 @@ def demanded(cfg: Config) -> list[str]:
     """Return the modules that all ranks of this run need, engines that any of them does."""
     asked = [path for path, wanted in ON_DEMAND.values() if wanted(cfg)]
     if generates(cfg):
-        entry = ENGINES[cfg.engine.name]
-        asked.append((entry.made_apart_by if cfg.engine.ranks else "") or entry.made_by)
+        entry = ENGINES.get(cfg.engine.name)  # a user's is not imported ahead
+        asked += [(entry.made_apart_by if cfg.engine.ranks else "") or entry.made_by] if entry else []
     return list(dict.fromkeys(path.partition(":")[0] for path in asked))

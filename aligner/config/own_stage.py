@@ -9,6 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from aligner.config.engines import entry_of
 from aligner.config.key import Section
 from aligner.config.options import from_plain, key_type, leaves, nearest
 from aligner.config.schema import Config
@@ -54,13 +55,21 @@ def _check(path: str, stage: Stage) -> None:
 
 def typed_args(cfg: Config) -> Any:
     """Return `stage.args` as the section of the stage, None without one. Raises ConfigError, UnknownKeyError."""
-    kind = cfg.stage.its.section
+    return _typed(cfg.stage.its.section, ARGS, cfg.stage.args, f"STAGE of {cfg.stage.name}")
+
+
+def engine_args(cfg: Config) -> Any:
+    """Return `engine.args` likewise, as the section of a user's engine."""
+    return _typed(entry_of(cfg.engine.name).args, "engine.args", cfg.engine.args, f"engine.name={cfg.engine.name}")
+
+
+def _typed(kind: type | None, key: str, args: dict[str, Any], owner: str) -> Any:
     if kind is None:
-        if cfg.stage.args:
-            raise ConfigError(ARGS, cfg.stage.args, f"no entries: STAGE of {cfg.stage.name} has no section")
+        if args:
+            raise ConfigError(key, args, f"no entries: {owner} has no section")
         return None
     try:
-        return from_plain(kind, cfg.stage.args, ARGS, kind)
+        return from_plain(kind, args, key, kind)
     except UnknownKeyError as error:
-        near = nearest(error.key.removeprefix(f"{ARGS}."), kind)
-        raise UnknownKeyError(error.key, near and f"{ARGS}.{near}") from None
+        near = nearest(error.key.removeprefix(f"{key}."), kind)
+        raise UnknownKeyError(error.key, near and f"{key}.{near}") from None

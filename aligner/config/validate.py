@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aligner.config.checks import exists
 from aligner.config.identity import reads
-from aligner.config.own_stage import typed_args
+from aligner.config.own_stage import engine_args, typed_args
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.stage import is_file
@@ -28,6 +28,7 @@ def validate_values(cfg: Config, world_size: int) -> None:
     subject.check("stage")
     if is_file(cfg.stage.name):
         typed_args(cfg)
+    engine_args(cfg)
     stage.check(cfg)
     subject.check("ptx")
     if stage.rollouts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aligner.config.engines import ENGINES
+from aligner.config.engines import entry_of
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
 from aligner.config.sections.model.config import ModelConfig
@@ -15,7 +15,7 @@ def validate_model(cfg: Config, model: ModelConfig, scorer: bool = False) -> Non
     reward model or critic, which may be dense beside a policy with experts."""
     if model is cfg.model and cfg.model.init != "random":
         return
-    subject, entry = RuleContext(cfg, model=model, scorer=scorer), ENGINES[cfg.engine.name]
+    subject, entry = RuleContext(cfg, model=model, scorer=scorer), entry_of(cfg.engine.name)
     check_te(model)
     subject.check("layout")
     if not scorer:

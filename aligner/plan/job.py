@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aligner.config.adapters import shares_weights
 from aligner.config.derived import evaluates, minibatch_samples, old_logprobs_in_update
-from aligner.config.engines import empties
+from aligner.config.engines import empties, entry_of
 from aligner.config.quantization import matrix_bytes
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
@@ -315,7 +315,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
     in_turns = not cfg.environment.agent and tensor == 1
     if (e.ranks or gpus) % tensor:
         raise ConfigError("engine.tensor_parallel", tensor, f"a divisor of the {e.ranks or gpus} GPUs that generate")
-    return Engine(
+    planned = Engine(
         tensor,
         size,
         e.max_batch,
@@ -334,6 +334,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         drafts=e.draft_tokens,
         pauses=e.can.windows and (not cfg.environment.on or in_turns),
     )
+    return replace(planned, **entry_of(e.name).planned)
 
 
 def _released(cfg: Config) -> bool:

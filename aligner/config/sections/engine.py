@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.config.checks import AUTO, Auto, Switch
-from aligner.config.engines import ENGINES, NAMES, Capabilities
+from aligner.config.engines import NAMES, Capabilities, entry_of
 from aligner.config.key import REFUSE, Section, key, section
 from aligner.config.quantization import KINDS
 from aligner.config.rule import rules
@@ -23,6 +24,7 @@ class EngineConfig(Section, key="engine"):
         "native",
         "Engine that generates. recorded: replay `answers`, or debug.train_only, which sets it.",
         choices=NAMES,
+        named="EngineEntry",
     )
     tensor_parallel: int = key(1, "Ranks per replica.", least=1)
     ranks: int = key(0, "Number of last ranks that only generate. 0: engines run on the trainer's ranks.", least=0)
@@ -92,6 +94,7 @@ class EngineConfig(Section, key="engine"):
         rollouts=False,
     )
     answers: str = key("", "Folder written by debug.record_answers, to replay (engine.name=recorded).")
+    args: dict[str, Any] = key({}, "Keys of an engine in a file of yours, typed there by its entry's args.")
     trtllm: TrtllmConfig = section(TrtllmConfig)
     vllm: VllmConfig = section(VllmConfig)
 
@@ -103,12 +106,12 @@ class EngineConfig(Section, key="engine"):
     @property
     def child(self) -> ChildConfig | None:
         """The section of the package that runs in a child process, if one does."""
-        section = ENGINES[self.name].section
+        section = entry_of(self.name).section
         return getattr(self, section) if section else None
 
     @property
     def can(self) -> Capabilities:
-        return ENGINES[self.name].can
+        return entry_of(self.name).can
 
     @property
     def captures(self) -> bool:
@@ -133,16 +136,16 @@ class EngineConfig(Section, key="engine"):
 
     def _decided(self, name: str) -> bool:
         value = getattr(self, name)
-        return name in ENGINES[self.name].by_default if value == AUTO else bool(value)
+        return name in entry_of(self.name).by_default if value == AUTO else bool(value)
 
     @property
     def section(self) -> str:
-        return ENGINES[self.name].section
+        return entry_of(self.name).section
 
     @property
     def why(self) -> Mapping[str, str]:
         """Capability -> why this engine lacks it."""
-        return ENGINES[self.name].reasons
+        return entry_of(self.name).reasons
 
     RULES = rules("""
 !can.tensor_parallel => tensor_parallel =1 | with engine.name={name}{why.tensor_parallel}
