@@ -188,6 +188,7 @@ def outside_code(cfg: Config) -> dict[str, bytes]:
     """Return key -> the file that it names: of a stage, a family, an engine, and functions of `algorithm`, of the
     user's."""
     named = cfg.algorithm.own_functions(partial(reads, cfg.stage.name)) | {"model.family": cfg.model.family}
+    named |= {f"data.format={path}": path for path in cfg.data.formats if is_path(path)}
     if is_path(cfg.engine.name):
         named |= {"engine.name": cfg.engine.name, "the engine's class": entry_of(cfg.engine.name).made_by}
     if is_file(cfg.stage.name):

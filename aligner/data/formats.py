@@ -19,6 +19,7 @@ from aligner.data.columns import columns_of, filled, lookup
 from aligner.data.messages import Messages, Text, Tools, check_learned, read_messages, read_text, read_tools
 from aligner.data.pairs import prompt_and_answers, shared_prompt
 from aligner.errors import DataError
+from aligner.user_code import is_path, load
 
 TeacherOf = Callable[[Mapping[str, Any], str], int | None]  # row, where -> number of its teacher; None: only one
 
@@ -135,7 +136,8 @@ class TypedRows[T](Sequence[T]):
             raise DataError(f"data.train={data.train!r}: expected at least one row, the dataset is empty")
         self._rows, self._data, self._usable, self._make = rows, data, usable, make
         self._where = getattr(rows, "where", lambda index: f"row {index + 1}")
-        self.format = _detect(columns_of(rows[0], data, self._where(0)), data, usable, self._where(0))
+        self._convert = load(data.format, "data.format", "function", DataError) if is_path(data.format) else None
+        self.format = _detect(columns_of(self._own(0, rows[0]), data, self._where(0)), data, usable, self._where(0))
         detected = data.format == "auto" and self.format in CONVERTED
         notes = [f"format {self.format}, detected from the columns (data.format)"] if detected else []
         self.notes = [note for note in (getattr(rows, "note", ""), *notes) if note]  # for the report
@@ -157,8 +159,21 @@ class TypedRows[T](Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         return (self._typed(i, row) for i, row in enumerate(self._rows))
 
+    def _own(self, index: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a user's function makes of the row, without one the row itself."""
+        if self._convert is None:
+            return row
+        expected = f"{self._where(index)}: data.format={self._data.format!r}: expected a function of a row that returns"
+        try:
+            made = self._convert(dict(row))
+        except Exception as cause:
+            raise DataError(f"{expected} its columns: it raised {type(cause).__name__}: {cause}") from cause
+        if not isinstance(made, Mapping):
+            raise DataError(f"{expected} a mapping of columns, not {_short(made)}")
+        return made
+
     def _typed(self, index: int, original: Mapping[str, Any]) -> T:
-        where, kind = self._where(index), self.format
+        where, kind, original = self._where(index), self.format, self._own(index, original)
         row = columns_of(original, self._data, where)
         for name, value in original.items():
             mark = str(name).removesuffix("s")
@@ -346,7 +361,7 @@ def with_last(prompt: Text, text: str) -> Text:
 
 
 def _detect(row: Mapping[str, Any], data: DataConfig, usable: tuple[str, ...], where: str) -> str:
-    if data.format != "auto":
+    if data.format != "auto" and not is_path(data.format):
         if data.format not in usable + CONVERTED:
             expected = f"{', '.join(usable)} or {' or '.join(CONVERTED)}"
             raise DataError(f"{where}: data.format={data.format!r}: expected {expected} for this stage")

@@ -2,10 +2,12 @@ import json
 
 import pytest
 
+from aligner.config.freeze import outside_code
+from aligner.config.resolve import compose
 from aligner.config.sections.data import DataConfig
 from aligner.data.formats import preference_rows, prompt_rows, scored_rows, sft_rows, unpaired_rows
 from aligner.data.readers import read_rows
-from aligner.errors import DataError
+from aligner.errors import ConfigError, DataError
 
 USER = [{"role": "user", "content": "q"}]
 GOOD = [{"role": "assistant", "content": "good"}]
@@ -29,6 +31,45 @@ def test_format_can_be_forced():
         DataError, match=r"data.format='preference': expected messages, prompt_completion or sharegpt or alpaca"
     ):
         sft_rows([both], DataConfig(format="preference"))
+
+
+OWN = """
+def pairs(row):
+    return {"prompt": row["q"], "chosen": row["a"][0], "rejected": row["a"][1], "margin": row.pop("gap")}
+
+def broken(row):
+    return row["absent"]
+
+def other(row):
+    return [row]
+"""
+
+
+def test_a_function_of_a_users_file_makes_the_columns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_format.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)  # as an installed package's module
+    raw = [{"q": "2+2", "a": ["4", "5"], "gap": 2}, {"q": "1+1", "a": ["2", "3"], "gap": 1}]
+    for path in ("own_format.py:pairs", "own_format:pairs"):
+        cfg = compose(["stage=dpo", f"data.format={path}"])
+        rows = preference_rows(raw, cfg.data, margin=True)
+        assert [(row.prompt, row.chosen, row.rejected, row.margin) for row in rows] == [
+            ("2+2", "4", "5", 2.0),
+            ("1+1", "2", "3", 1.0),
+        ]
+        assert [row.prompt for row in prompt_rows(raw, cfg.data)[:]] == ["2+2", "1+1"]
+        assert raw[0]["gap"] == 2  # rows are read again in each epoch
+    source = compose(["stage=dpo", "data.sources=[{path: x.jsonl, format: own_format.py:pairs}]"])
+    assert outside_code(source) == {"data.format=own_format.py:pairs": OWN.encode()}
+    for name, message in {
+        "broken": "row 1: data.format='own_format.py:broken': .* its columns: it raised KeyError: 'absent'",
+        "other": "row 1: .* a mapping of columns, not ",
+        "absent": "expected a function `absent` in own_format.py, which has pairs, broken, other",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            preference_rows(raw, DataConfig(format=f"own_format.py:{name}"))
+    with pytest.raises(ConfigError, match=r"data.format='pairs': expected one of auto.*, or module:function"):
+        compose(["stage=dpo", "data.format=pairs"])
 
 
 def test_columns_rename_and_templates_build():

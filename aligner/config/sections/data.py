@@ -24,7 +24,7 @@ class SourceConfig(Section, key="data.sources[]"):
     path: str = key("", "File or folder with rows, like data.train.", resume=IGNORE)
     weight: float = key(1.0, "Weight of the source's share (data.weight_by), relative to the other sources.")
     name: str = key("", "Name in metrics and errors. Empty: the file's name up to its first dot.")
-    format: str = key("", "Format of the rows. Empty: data.format.", choices=("", *DATA_FORMATS))
+    format: str = key("", "Format of the rows. Empty: data.format.", choices=("", *DATA_FORMATS), function=True)
     columns: dict[str, str] = key({}, "Map of our column names to the file's. Empty: data.columns.")
     prompt_template: str = key("", "Format string that builds `prompt`. Empty: data.prompt_template.")
 
@@ -52,7 +52,10 @@ class DataConfig(Section, key="data"):
     weight_by: str = key("rows", "Unit of the shares of `sources`.", choices=("rows", "tokens"), read_for=("training",))
     eval: str = key("", "Held-out rows. Empty: no evaluation.", resume=IGNORE, read_for=("training",))
     format: str = key(
-        "auto", "Format of the rows. auto: detect by the columns (docs/reference/data.md).", choices=DATA_FORMATS
+        "auto",
+        "Format of the rows. auto: detect by the columns (docs/reference/data.md). A function of yours makes them.",
+        choices=DATA_FORMATS,
+        function=True,
     )
     columns: dict[str, str] = key({}, "Map of our column names to the file's.")
     prompt_template: str = key("", "Python format string over the row's columns that builds a missing `prompt`.")
