@@ -80,6 +80,11 @@ if TYPE_CHECKING:  # `homes` reads these lines; their comments are the sections 
     from aligner.families.family import MoeKeys as MoeKeys
     from aligner.families import rows as rows
 
+    # Sites
+    from aligner.cluster.site import Site as Site
+    from aligner.cluster.site import Container as Container
+    from aligner.cluster.site import Binding as Binding
+
     # Engines
     from aligner.config.engines import EngineEntry as EngineEntry
     from aligner.config.engines import Capabilities as Capabilities

@@ -89,6 +89,12 @@ class EngineCodeError(AlignerError):
     exit_code = 2
 
 
+class SiteCodeError(AlignerError):
+    """A user's description of a cluster cannot be imported: bad input."""
+
+    exit_code = 2
+
+
 class StageCodeError(AlignerError):
     """A user's file with a stage cannot be imported, or has no STAGE or main(job): bad input."""
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from aligner.config.checks import one_of
 from aligner.config.options import from_plain
-from aligner.errors import ConfigError, UnknownKeyError
+from aligner.errors import ConfigError, SiteCodeError, UnknownKeyError
 from aligner.plan.devices import find_device
+from aligner.user_code import is_path, load_instance
 
 FOLDER = Path(__file__).resolve().parents[2] / "slurm" / "sites"
 VARIABLE = "ALIGNER_SITE"  # a site's name, or the path of a file
@@ -24,6 +26,8 @@ RUNTIMES = ("none", "pyxis", "apptainer")
 
 @dataclass
 class Container:
+    """The container in which ranks run."""
+
     runtime: str = "none"  # none, pyxis (srun's flags of pyxis/enroot), apptainer
     image: str = ""
     mounts: list[str] = field(default_factory=list)  # host:container[:options]; the checkout and run folders are added
@@ -65,6 +69,8 @@ class Engines:
 
 @dataclass
 class Site:
+    """A cluster, as the files of `slurm/sites` describe it."""
+
     description: str = ""
     cluster_name: str = ""  # ClusterName in slurm.conf, by which a job knows where it is
     # requests to Slurm; empty or 0: none
@@ -78,7 +84,7 @@ class Site:
     exclusive: bool = False
     gpus_per_node: int = 0
     gpu: str = ""  # of aligner/plan/devices.py: a job that cannot fit its memory is refused; empty: not checked
-    rehearse: bool = False  # rehearse every job before it is submitted (docs/how-to/rehearse.md); needs `gpu`
+    rehearse: bool = False  # every job first (docs/how-to/rehearse.md); needs `gpu`
     gpu_flag: str = "gpus-per-node"  # gpus-per-node, gres, none
     ranks_per_node: int = 0  # 0: one per GPU, or one
     cpus_per_rank: int = 0
@@ -137,16 +143,14 @@ def _none_below_0(section: object, prefix: str, *keys: str) -> None:
 
 
 def load_site(name: str) -> Site:
-    """Load a site by its name in slurm/sites, or by the path of a YAML file.
+    """Load a site by its name in slurm/sites, by the path of a YAML file, or a `Site` of a user's Python by its path.
 
     Raises ConfigError (UnknownKeyError for keys that do not exist), naming the file."""
-    path = Path(name).expanduser() if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise ConfigError("--site", name, f"one of {', '.join(names())}, or the path of a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ConfigError("--site", str(path), "a YAML file", " ".join(str(error).split())) from None
+    path: Path | str = name
+    data = asdict(load_instance(name, "--site", Site, SiteCodeError)) if is_path(name) else None
+    if data is None:
+        path = Path(name).expanduser() if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+        data = _read(path, name)
     try:
         return from_plain(Site, data or {}, root=Site)
     except UnknownKeyError as error:
@@ -154,6 +158,16 @@ def load_site(name: str) -> Site:
         raise
     except ConfigError as error:
         raise ConfigError(error.key, error.value, error.expected, f"(in {path})") from None
+
+
+def _read(path: Path, name: str) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError:
+        expected = f"one of {', '.join(names())}, the path of a YAML file, or module:Site, path.py:Site"
+        raise ConfigError("--site", name, expected) from None
+    except yaml.YAMLError as error:
+        raise ConfigError("--site", str(path), "a YAML file", " ".join(str(error).split())) from None
 
 
 def names() -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aligner.cluster.render import expandable
 from aligner.cluster.site import Container, Site, find_site, load_site, names
-from aligner.errors import ConfigError, UnknownKeyError
+from aligner.errors import ConfigError, SiteCodeError, UnknownKeyError
 
 
 @pytest.mark.parametrize("name", names())
@@ -50,6 +50,32 @@ def test_mistakes_are_named_with_the_file(tmp_path, text, error, message):
     with pytest.raises(error, match=re.escape(message)) as caught:
         load_site(str(path))
     assert "mine.yaml" in str(caught.value)
+
+
+OWN = """
+from dataclasses import replace
+from aligner import api
+from aligner.cluster.site import load_site
+
+MINE = replace(load_site("dgx_infiniband"), partition="big", env={"NCCL_DEBUG": "WARN"})
+WRONG = api.Site(gpus_per_node=2.5)
+"""
+
+
+def test_a_site_of_a_users_python_is_checked_as_files_are(tmp_path, monkeypatch):
+    (tmp_path / "own_site.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)  # as an installed package's module
+    for path in (f"{tmp_path}/own_site.py", "own_site"):
+        name, site = find_site(f"{path}:MINE")
+        assert name == f"{path}:MINE" and site.gpu == "h100" and site.env == {"NCCL_DEBUG": "WARN"}
+        assert isinstance(site.container, Container) and site.container.runtime == "pyxis"
+        with pytest.raises(ConfigError, match=r"gpus_per_node=2.5: expected an integer.*own_site.*:WRONG"):
+            load_site(f"{path}:WRONG")
+        with pytest.raises(SiteCodeError, match=r"--site=.*expected a Site `NONE` in .*, which has MINE, WRONG"):
+            load_site(f"{path}:NONE")
+    (tmp_path / "odd_site.py").write_text(OWN + "api.Site(mpi='pmix_v9')")
+    with pytest.raises(SiteCodeError, match=r"raised ConfigError: mpi='pmix_v9': expected one of none, pmix"):
+        load_site(f"{tmp_path}/odd_site.py:MINE")
 
 
 def test_a_site_that_is_not_there_names_those_that_are():
