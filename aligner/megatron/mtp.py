@@ -11,6 +11,7 @@ message at a time, makes all logits at once, and asks global process groups. Her
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries
@@ -111,9 +113,12 @@ class AheadLoss:
 
     def metrics(self) -> ScalarMetrics:
         """Return mtp/loss, and mtp/acceptance, the share of tokens that were the most likely ones, equal on every rank.
-        Collective over the data-parallel ranks."""
+        Collective over the data-parallel ranks. Raises AlignerError if the loss is not finite."""
         if self.model.module.ahead is None:
             return {}
         dist.all_reduce(self.totals, group=self.model.layout.pgs.dp)
         loss, hits = (self.totals / self.tokens).tolist()
+        if not math.isfinite(loss):  # of a detached layer, whose gradients are not in grad_norm
+            expected = "a finite number. Resume from a checkpoint before it with a lower optim.lr"
+            raise AlignerError(f"mtp/loss {loss} at optimizer step {self.model.step_count}: expected {expected}")
         return {"mtp/loss": loss, "mtp/acceptance": hits}

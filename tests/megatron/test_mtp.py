@@ -9,6 +9,7 @@ import torch
 from aligner.config.sections.batch import BatchConfig
 from aligner.config.sections.model.mtp import MtpConfig
 from aligner.config.sections.parallel import ParallelConfig
+from aligner.errors import AlignerError
 from aligner.families.table import parameters
 from aligner.megatron.train import ShardedModel
 from aligner.models.folder_check import check_folder
@@ -25,6 +26,7 @@ from tests.megatron.models import (
     save_and_go_on,
     weights,
 )
+from tests.ranks import on_ranks
 from tests.tiny import ADAM, DEEPSEEK, GLM, SGD, batch, hf_weights, relative, transformers_model
 
 pytestmark = pytest.mark.multirank
@@ -127,6 +129,17 @@ def test_a_checkpoint_has_the_layer_for_any_layout(ranks, tmp_path):
     for other in ranks.run(load_and_step, world=2, folder=tmp_path, parallel=ParallelConfig(tensor=2), **model):
         assert same(other["weights"], saved["weights"])
         assert other["metrics"]["mtp/loss"] == pytest.approx(saved["metrics"]["mtp/loss"], rel=1e-5)
+
+
+@on_ranks(1)
+def test_a_layer_that_is_lost_ends_the_run():
+    """A detached one leaves the norm of the other gradients finite."""
+    cfg = replace(GLM, mtp=MtpConfig(1))
+    model, rows = build(cfg, optim=SGD), batch(cfg)
+    for parameter in model.module.ahead.parameters():
+        parameter.data.fill_(torch.nan)
+    with pytest.raises(AlignerError, match=r"mtp/loss nan at optimizer step 1: expected a finite number"):
+        model.step(micro_batches(rows, BatchConfig(micro_batch_samples=3)), nll_loss(model, rows))
 
 
 def test_experts_on_several_ranks_learn_the_same(ranks):
