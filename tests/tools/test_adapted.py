@@ -1,12 +1,12 @@
 """A run with adapters, out as `peft` reads it and as one model, and in again as the start of another."""
 
-import argparse
 import json
 import shutil
 
 import pytest
 import torch
 
+from aligner.__main__ import parser
 from aligner.cluster.env import RankEnv
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.peft import CONFIG
@@ -17,9 +17,8 @@ from tests import stages
 LORA = ["model.lora.rank=2", "model.lora.alpha=6", "model.lora.rslora=true", "checkpoint.every=2"]
 
 
-def export(source, target, **options):
-    asked = {"command": "export", "part": "", "file_bytes": 1e9, "fresh": False, "merge": False} | options
-    main(argparse.Namespace(source=str(source), target=str(target), **asked), RankEnv())
+def export(source, target, *options):
+    main(parser().parse_args(["export", str(source), str(target), *options]), RankEnv())
     return target
 
 
@@ -51,7 +50,7 @@ def test_peft_computes_what_the_run_learnt(run, adapter, tiny_runs):
 
 
 def test_merged_is_what_the_run_exported(run, tmp_path):
-    merged, own = open_hf(export(run, tmp_path / "out", merge=True)), open_hf(run / "hf")
+    merged, own = open_hf(export(run, tmp_path / "out", "--merge")), open_hf(run / "hf")
     assert set(merged) == set(own)
     for name in own:
         assert torch.allclose(merged[name], own[name], rtol=0, atol=1e-6), name
@@ -63,7 +62,7 @@ def test_merged_experts_with_dora_are_what_the_run_exported(tiny_data, tmp_path)
     experts = ["model.family=qwen3_moe", "model.qk_norm=true", "model.moe.num_experts=4", "model.moe.top_k=2"]
     overrides = [*LORA, "model.lora.dora=true", "run.steps=2", "optim.lr=0.03"]
     run = stages.stage("sft", tiny_data, tmp_path / "run", *experts, *overrides)
-    merged, own = open_hf(export(run, tmp_path / "out", merge=True)), open_hf(run / "hf")
+    merged, own = open_hf(export(run, tmp_path / "out", "--merge")), open_hf(run / "hf")
     assert set(merged) == set(own)
     assert all(torch.allclose(merged[name], own[name], rtol=0, atol=1e-6) for name in own)
     with pytest.raises(ConfigError, match=r"^model\.lora\.targets=.*peft folder with dora"):
@@ -72,7 +71,7 @@ def test_merged_experts_with_dora_are_what_the_run_exported(tiny_data, tmp_path)
 
 def test_merge_is_for_runs_with_adapters(tiny_runs, tmp_path):
     with pytest.raises(ConfigError, match=r"--merge=True: expected a run with model\.lora\.rank"):
-        export(tiny_runs["sft"], tmp_path / "out", merge=True)
+        export(tiny_runs["sft"], tmp_path / "out", "--merge")
 
 
 def test_an_adapter_goes_with_its_base(run, tiny_data, tiny_runs, adapter, tmp_path):
@@ -83,7 +82,7 @@ def test_an_adapter_goes_with_its_base(run, tiny_data, tiny_runs, adapter, tmp_p
     frozen = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(frozen.replace(str(tiny_runs["sft"]), str(other)))
     with pytest.raises(CheckpointError, match="no longer has the weights they were trained with"):
-        export(copy, tmp_path / "out", merge=True)
+        export(copy, tmp_path / "out", "--merge")
 
 
 def go(data, folder, *more):
