@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import shutil
+import signal
 from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,9 @@ LONGEST = [
 unimportant = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("paceless", deadline=None, derandomize=True, suppress_health_check=unimportant)
 settings.load_profile("paceless")
+
+# in the background of a shell it is ignored, also by what tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until all tests are imported, which stay (see aligner/loading.py): a quarter of the collection's time
 
