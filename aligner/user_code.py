@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +20,11 @@ from typing import Any
 
 from aligner.errors import AlignerError
 from aligner.files import conf_dir
+
+
+def is_source(name: str) -> bool:
+    """Return whether a name is the path of a Python file, or that of a module within a package: my_lab.my_stage."""
+    return name.endswith(".py") or bool(re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", name))
 
 
 def is_path(value: str) -> bool:

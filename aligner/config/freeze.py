@@ -18,11 +18,10 @@ from aligner.config.engines import entry_of
 from aligner.config.identity import flat, reads
 from aligner.config.options import from_plain, leaves
 from aligner.config.schema import Config
-from aligner.config.stage import is_file
 from aligner.errors import ConfigError
 from aligner.families import refuse_foreign
 from aligner.foreign import MAX_DEPTH
-from aligner.user_code import is_path, source_files
+from aligner.user_code import is_path, is_source, source_files
 
 FILE_NAME = "config.yaml"
 PENDING_NAME = "config.pending.yaml"  # of a start in a used folder that may still be refused; the lock holder's
@@ -191,7 +190,7 @@ def outside_code(cfg: Config) -> dict[str, bytes]:
     named |= {f"data.format={path}": path for path in cfg.data.formats if is_path(path)}
     if is_path(cfg.engine.name):
         named |= {"engine.name": cfg.engine.name, "the engine's class": entry_of(cfg.engine.name).made_by}
-    if is_file(cfg.stage.name):
+    if is_source(cfg.stage.name):
         named["stage.name"] = f"{cfg.stage.name}:main"
     return {key: code for key, path in named.items() if (code := _code([path]))}
 

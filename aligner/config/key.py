@@ -17,7 +17,7 @@ from typing import Any
 from aligner.config.checks import AUTO
 from aligner.config.rule import Rule, value_of
 from aligner.errors import ConfigError
-from aligner.user_code import is_path
+from aligner.user_code import is_path, is_source
 
 # what a new value means for a run that resumes from a checkpoint
 REFUSE = "refuse"  # unless run.accept_changes
@@ -36,7 +36,7 @@ class Facts:
     choices: tuple[Any, ...] = ()  # of a text, or of each element of a list
     function: bool = False  # besides the choices, the path of a function
     named: str = ""  # besides the choices, the path of an object of this class
-    file: bool = False  # besides the choices, the path of a Python file
+    file: bool = False  # besides the choices, a Python file or module (`is_source`)
     joined: str = ""  # separator of several choices in one text
     least: float | None = None  # of a number, or of each element of a list
     most: float | None = None
@@ -98,7 +98,7 @@ class Facts:
 
     def _fits(self, value: Any) -> bool:
         if self.choices:
-            by_path = ((self.function or self.named) and is_path(value)) or (self.file and value.endswith(".py"))
+            by_path = ((self.function or self.named) and is_path(value)) or (self.file and is_source(value))
             return value in self.choices or by_path
         if self.auto and type(value) is not (int if self.range else bool):  # True is no count
             return value == AUTO

@@ -24,7 +24,8 @@ def store_defaults(path: str, stage: Stage) -> str:
     Raises UnknownKeyError, ConfigError, StageCodeError."""
     _check(path, stage)
     node: dict[str, Any] = {}
-    for key, value in {"stage.name": path, "run.name": Path(path).stem, **stage.defaults}.items():
+    name = Path(path).stem if path.endswith(".py") else path.rpartition(".")[2]
+    for key, value in {"stage.name": path, "run.name": name, **stage.defaults}.items():
         if key_type(key) is None:
             raise UnknownKeyError(key, nearest(key))
         if key == "stage.name" and value != path:

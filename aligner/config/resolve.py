@@ -37,10 +37,10 @@ from aligner.config.options import GROUPS, REUSED, all_keys, in_free_dict, key_t
 from aligner.config.own_stage import store_defaults
 from aligner.config.removed_keys import REMOVED, RENAMED, copied, passed_over
 from aligner.config.schema import Config
-from aligner.config.stage import is_file
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError, UnknownKeyError
 from aligner.files import conf_dir
+from aligner.user_code import is_source
 
 # sections that are no group of files, and what decides their defaults
 NOT_CHOSEN = {"algorithm": "stage=NAME sets a stage's own defaults", "cluster": "its defaults fit all machines"}
@@ -155,7 +155,7 @@ def _stage_of(overrides: list[str], config_dir: str | None) -> str:
         name = str(OmegaConf.select(pickle.loads(_chosen.__wrapped__(choices)), "stage.name"))
     except Exception:  # the caller reports another error
         return ""
-    return name if name in STAGES or is_file(name) else ""
+    return name if name in STAGES or is_source(name) else ""
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def searched(choices: Sequence[Override], config_dir: str | None) -> tuple[tuple
 
 def _option(choice: Override) -> str:
     """Return a choice as Hydra reads it: of a stage in a user's file, the option that its defaults are stored as."""
-    if choice.key_or_group == "stage" and is_file(path := str(choice.value())):
+    if choice.key_or_group == "stage" and is_source(path := str(choice.value())):
         return f"stage={store_defaults(path, STAGES[path])}"
     return str(choice.input_line).removeprefix("?")
 

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 OWN = "own stage"  # purpose of the keys that only a stage in a user's file reads
 
 
-def is_file(name: str) -> bool:
-    """Return whether a stage's name is the path of a user's file."""
-    return name.endswith(".py")
-
-
 def _one(cfg: Config) -> int:
     return 1
 

@@ -8,10 +8,10 @@ from aligner.config.identity import reads
 from aligner.config.own_stage import engine_args, typed_args
 from aligner.config.rules import RuleContext
 from aligner.config.schema import Config
-from aligner.config.stage import is_file
 from aligner.config.stages import STAGES
 from aligner.config.validate_model import validate_model, validate_on_gpu
 from aligner.errors import ConfigError
+from aligner.user_code import is_source
 
 
 def validate(cfg: Config, world_size: int) -> None:
@@ -26,7 +26,7 @@ def validate_values(cfg: Config, world_size: int) -> None:
     subject.check("without effect", "engines", "factors", "routing", "ranks")
     validate_model(cfg, cfg.model)
     subject.check("stage")
-    if is_file(cfg.stage.name):
+    if is_source(cfg.stage.name):
         typed_args(cfg)
     engine_args(cfg)
     stage.check(cfg)

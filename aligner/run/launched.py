@@ -10,18 +10,18 @@ from aligner.cluster.launch import launch
 from aligner.cluster.lock import RunLock
 from aligner.config.on_demand import demanded
 from aligner.config.schema import Config
-from aligner.config.stage import is_file
 from aligner.config.validate import validate
 from aligner.errors import ConfigError
 from aligner.run.marker_files import DONE, STOPPED
 from aligner.run.starts import COMMAND, command_line
+from aligner.user_code import is_source
 
 
 def imports(cfg: Config) -> list[str]:
     """Return modules that every rank of a run needs, and that start no threads: those that may be imported once for
     all."""
     stage = cfg.stage.name
-    if is_file(stage):  # one of the project's that needs about the same
+    if is_source(stage):  # one of the project's that needs about the same
         stage = "grpo" if cfg.stage.its.rollouts else "sft"
     modules = ["aligner.config.resolve", "aligner.builders.stage", f"aligner.stages.{stage}"]
     return [*modules, *demanded(cfg), "transformers.models.auto.tokenization_auto"]

@@ -179,6 +179,18 @@ def test_a_missing_file_is_refused(tmp_path):
         compose([f"stage={tmp_path / 'absent.py'}"])
 
 
+def test_a_module_of_a_package_is_a_stage(tiny_data, tmp_path, monkeypatch):
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab/__init__.py").touch()
+    (tmp_path / "my_lab/sharper.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compose(["stage=my_lab.sharper"]).run.name == "sharper"
+    run = stages.run(overrides("sft", "my_lab.sharper", tiny_data, tmp_path / "run", "run.steps=1"))
+    assert [record["sharp/scale"] for record in stages.records(run)] == [1.0]
+    with pytest.raises(StageCodeError, match=r"importing my_lab.absent raised ModuleNotFoundError"):
+        compose(["stage=my_lab.absent"])
+
+
 @pytest.mark.slow
 def test_a_file_may_not_import_megatron_before_the_run(tmp_path):
     path, stand_in = tmp_path / "early.py", tmp_path / "packages/megatron/core"  # the real one takes seconds
