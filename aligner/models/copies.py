@@ -21,8 +21,9 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
 
 def with_copies(tensors: Iterable[tuple[str, Tensor]], cfg: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors, and each copy behind the tensor that it equals."""
+    every = copies(cfg)
     for name, tensor in tensors:
         yield name, tensor
-        for copy, original in copies(cfg).items():
+        for copy, original in every.items():
             if original == name:
                 yield copy, tensor
