@@ -74,6 +74,7 @@ class UnpairedRow:
     answers: tuple[tuple[str, Text, bool], ...]  # column, answer, label
     where: str = ""
     tools: Tools | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)  # all columns
 
 
 @dataclass(frozen=True)
@@ -265,12 +266,12 @@ def _unpaired_row(kind: str, where: str, row: dict[str, Any]) -> UnpairedRow:
     if kind == "preference":
         pair = _preference_row(False, {}, False, kind, where, row)
         answers = (("chosen", pair.chosen, True), ("rejected", pair.rejected, False))
-        return UnpairedRow(pair.prompt, answers, where, pair.tools)
+        return UnpairedRow(pair.prompt, answers, where, pair.tools, row)
     label = row["label"]
     if not isinstance(label, bool):
         raise DataError(f"{where}: label={label!r:.80}: expected true or false (data.columns)")
     prompt, (completion,) = prompt_and_answers(row, ("completion",), where)
-    return UnpairedRow(prompt, (("completion", completion, label),), where, read_tools(row, prompt, where))
+    return UnpairedRow(prompt, (("completion", completion, label),), where, read_tools(row, prompt, where), row)
 
 
 def scored_rows(rows: Sequence[Mapping[str, Any]], data: DataConfig, attributes: Sequence[str]) -> TypedRows[ScoredRow]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,12 +15,19 @@ def bootstrap(numerators: Sequence[float], denominators: Sequence[float], seed: 
     """Return the interval of sum(numerators) / sum(denominators), float [N] each, by the percentile method (Efron
     1979). Units (prompts, pairs, rows) are drawn with replacement, so that each unit stays together. If all units are
     equal, the interval is a point, whatever N. Draws of units that all have denominator 0 are left out."""
-    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
-    generator, count = np.random.default_rng(seed), len(top)
-    means = np.empty(RESAMPLES)
+    return bootstrap_of_sums((numerators, denominators), lambda s: s[0] / s[1] if s[1] else np.nan, seed)
+
+
+def bootstrap_of_sums(
+    columns: Sequence[Sequence[float]], statistic: Callable[[Sequence[float]], float], seed: int = 0
+) -> tuple[float, float]:
+    """Return the interval of a `statistic` of the columns' sums over units, likewise. Draws where it is NaN are left
+    out."""
+    values = [np.asarray(column, dtype=np.float64) for column in columns]
+    generator, count = np.random.default_rng(seed), len(values[0])
+    drawn_values = np.empty(RESAMPLES)
     for i in range(RESAMPLES):
         drawn = generator.integers(0, count, count)
-        weight = bottom[drawn].sum()
-        means[i] = top[drawn].sum() / weight if weight else np.nan
-    low, high = np.nanquantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        drawn_values[i] = statistic([value[drawn].sum() for value in values])
+    low, high = np.nanquantile(drawn_values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

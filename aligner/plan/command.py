@@ -21,6 +21,7 @@ from aligner.plan.job import PlanJob, job_of, known_shape
 from aligner.plan.lengths import read_lengths
 from aligner.plan.memory import MemoryPlanError, refuse
 from aligner.plan.prediction import Prediction, predict, shares_text
+from aligner.plan.rows import CRITERIA
 from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
 from aligner.plan.sweep import Sweep, widths
@@ -144,6 +145,8 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
     if args.acceptance_length and not 1 <= args.acceptance_length <= 1 + cfg.engine.draft_tokens:
         expected = f"1 to {1 + cfg.engine.draft_tokens}, with engine.draft_tokens={cfg.engine.draft_tokens}"
         raise ConfigError("--acceptance-length", args.acceptance_length, expected)
+    if args.criteria < 0:
+        raise ConfigError("--criteria", args.criteria, "a mean above 0")
     device, shape = find_device(args.device), known_shape(cfg, "a plan")
     sizes = partial(sized, ranks=args.gpus, room=Room.of(device), engine_tensor=args.engine_tensor_parallel)
     plain = partial(
@@ -154,6 +157,7 @@ def _asked(args: argparse.Namespace, cfg: Config) -> tuple[Device, ModelConfig, 
         response_tokens=args.response_tokens,
         lengths=read_lengths(args.lengths) if args.lengths else (),
         engine_tensor=args.engine_tensor_parallel,
+        criteria=args.criteria or CRITERIA,
     )
 
     def job_for(one: Config) -> PlanJob:

@@ -21,7 +21,15 @@ from aligner.errors import ConfigError
 from aligner.families.hf_config import config_from_hf
 from aligner.plan.linear import package_installed, row_bytes
 from aligner.plan.presets import preset_of
-from aligner.plan.rows import CHARACTERS, PlannedRows, evaluated_rows, step_rows, teacher_rows
+from aligner.plan.rows import (
+    CHARACTERS,
+    CRITERIA,
+    CRITERION_TOKENS,
+    PlannedRows,
+    evaluated_rows,
+    step_rows,
+    teacher_rows,
+)
 from aligner.plan.shapes import Grid, kv_bytes, routing_bytes
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one prefill of the native engine
@@ -256,9 +264,10 @@ def job_of(
     response_tokens: float = 0,
     lengths: tuple[tuple[int, int], ...] = (),
     engine_tensor: int = 0,
+    criteria: float = CRITERIA,
 ) -> PlanJob:
     """Return the job of a config on so many GPUs, in bfloat16 unless the config says float32. Mean lengths that are not
-    given are half of the longest. `lengths` of responses bring their own mean."""
+    given are half of the longest. `lengths` of responses bring their own mean. `criteria`: mean number in a rubric."""
     shape, stage, b = shape_at(cfg.model, cfg.model.init), STAGES[cfg.stage.name], cfg.batch
     distill = cfg.algorithm.distill
     rollout, pairs = stage.rollouts, stage.rows(cfg)
@@ -298,7 +307,7 @@ def job_of(
         ptx_rows=cfg.ptx.sequences if cfg.ptx.coef else 0,
         ptx_longest=cfg.ptx.data.max_tokens,
         teacher_rows=teacher_rows(cfg, rows) if distill.teacher_prompt else None,
-        judges=_judges(cfg, shape, rows, engine) if rollout and engine is not None else (),
+        judges=_judges(cfg, shape, rows, engine, criteria) if rollout and engine is not None else (),
         evaluated=evaluated_rows(cfg, rows, gpus) if engine is not None and evaluates(cfg) else None,
         pretrain_steps=cfg.critic.pretrain_steps if "critic" in stage.other_models(cfg) else 0,
         passes=stage.passes(cfg),
@@ -386,9 +395,11 @@ def _decoding(engine: EngineConfig, shape: ModelConfig) -> dict[str, bool]:
     return {"padded": here and not (captures and not shape.latent.kv_rank), "launches": here and not captures}
 
 
-def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) -> tuple[PlannedJudge, ...]:
+def _judges(
+    cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine, criteria: float
+) -> tuple[PlannedJudge, ...]:
     """Plan the judges. Comparisons are asked in both orders. A ring of n with k opponents each asks about at most every
-    pair of the n once."""
+    pair of the n once. A rubric asks about each of its `criteria`."""
     planned = []
     native = replace(cfg.engine, name="native")
     for judge in cfg.reward.judges:
@@ -397,6 +408,8 @@ def _judges(cfg: Config, shape: ModelConfig, rows: PlannedRows, engine: Engine) 
         group, pairwise, text = cfg.batch.group, judge.kind == "pairwise", ceil(len(judge.text) / CHARACTERS)
         pairs = min(group * (judge.opponents or group), group * (group - 1) // 2)
         count, answers = (2 * cfg.batch.prompts * pairs, 2) if pairwise else (rows.count, 1)
+        if judge.kind == "rubric":
+            count, text = round(count * criteria), text + CRITERION_TOKENS
         asked = PlannedRows(
             count,
             count,

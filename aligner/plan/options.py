@@ -16,6 +16,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--lengths", default="", metavar="FILE", help="of responses: a length a line, perhaps with how many have it"
     )
+    sub.add_argument("--criteria", type=float, default=0, metavar="N", help="of a row's rubric, mean (default 10)")
     sub.add_argument(
         "--engine-tensor-parallel", type=int, default=0, metavar="N", help="instead of engine.tensor_parallel: what if"
     )

@@ -12,6 +12,7 @@ from aligner.errors import ConfigError
 from aligner.plan.lengths import Lengths
 
 CHARACTERS = 4  # of a prompt's own text in a token
+CRITERIA, CRITERION_TOKENS = 10, 32  # of a rubric, and of one of its criteria
 
 
 @dataclass(frozen=True)

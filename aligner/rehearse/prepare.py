@@ -24,7 +24,7 @@ from aligner.config.stages import STAGES
 from aligner.families.hf_config import hf_config
 from aligner.plan.job import known_shape
 from aligner.plan.presets import preset_of
-from aligner.plan.rows import CHARACTERS
+from aligner.plan.rows import CHARACTERS, CRITERIA, CRITERION_TOKENS
 
 ROWS, STEPS = 16, 2
 REWARD = "aligner.rehearse.program:reward"
@@ -122,6 +122,7 @@ def _data(cfg: Config, data: DataConfig, path: Path) -> DataConfig:
         row |= {"rejected": chr(ord("A") + number) + answer[1:], "margin": 0.5, "text": first * (most - 1)}
         names = [*cfg.algorithm.reward_loss.attributes, "weight", "chosen_reward", "rejected_reward"]
         row |= dict.fromkeys(names, 0.5)
+        row["rubric"] = [{"criterion": "?" * CRITERION_TOKENS, "points": 1}] * CRITERIA
         if stage == "rm" and cfg.algorithm.reward_loss.kind == "steps":
             row |= {"completions": [answer[: len(answer) // 4]] * 3, "labels": [1, 0, 1]}
         rows.append(row)

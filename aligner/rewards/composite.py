@@ -164,7 +164,7 @@ class RewardPipeline:
             return {chunk[index]: why for index, why in reward.unreadable([prompts[i] for i in chunk]).items()}
 
         chunks = [rows[start : start + CHECKED] for start in range(0, len(rows), CHECKED)]
-        checking = [reward for reward in self.rewards_of_threads if getattr(reward, "checks_rows", False)]
+        checking = [reward for reward, _ in self.rewards if getattr(reward, "checks_rows", False)]
         jobs = [self._pool.submit(check, reward, chunk) for reward in checking for chunk in chunks]
         refused: dict[int, str] = {}
         unscored: dict[int, list[str]] = {}

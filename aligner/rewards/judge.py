@@ -16,6 +16,7 @@ from aligner.config.sections.judge import JudgeConfig
 from aligner.errors import RewardError
 from aligner.rewards.base import describe
 from aligner.rewards.client import RequestFailed, item_key
+from aligner.rewards.rubric import criteria, rubric_score, unreadable_rubrics
 from aligner.types import Prompt, Sample
 
 
@@ -27,6 +28,7 @@ class Question(NamedTuple):
 
 LAST = 1 << 15  # characters at a reply's end that are read, where the grade stands
 NUMBER = r"-?\d+(\.\d+)?([eE]-?\d+)?"  # of a JSON object
+VERDICTS = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}  # on a criterion
 Reply = str | None | RequestFailed  # None: no reply
 Ask = Callable[[Sequence[Question], int], list[Reply]]  # (questions, most tokens of a reply) -> a reply to each
 
@@ -39,36 +41,65 @@ class Judge:
     `pairwise`: 1, 1/2 or 0 for each comparison of two responses of a group, and their mean. Both orders are asked. If
     they disagree, or one cannot be read, it is a tie, so a preference for a position gains nothing. Failed requests are
     left out; if all failed, NaN.
+
+    `rubric`: `rubric_score` of the answers to one question for each criterion of the row. A criterion without an
+    answer leaves the response without a score.
     """
 
     main_thread: ClassVar[bool] = True  # the ranks that share an engine ask together
 
     def __init__(self, config: JudgeConfig, ask: Ask):
         self.config, self.ask, self.name, self.text = config, ask, config.name, config.text
+        self.checks_rows = config.kind == "rubric"
         self._unread, self._asked = 0.0, 0.0
+        self._met, self._judged = 0.0, 0.0
 
     def __call__(self, samples: Sequence[Sample]) -> list[float | None]:
-        return self._grades(samples) if self.config.kind == "grade" else self._comparisons(samples)
+        by_kind = {"grade": self._grades, "pairwise": self._comparisons, "rubric": self._rubrics}
+        return by_kind[self.config.kind](samples)
+
+    def unreadable(self, prompts: Sequence[Prompt]) -> dict[int, str]:
+        """Return by index why rows have no rubric."""
+        return unreadable_rubrics(prompts)
 
     def take_counts(self) -> dict[str, tuple[float, float]]:
-        """Return unread -> (replies without a grade, questions) since the last call."""
+        """Return unread -> (replies without a grade, questions) since the last call; of a rubric also met -> (criteria
+        met, criteria with an answer)."""
         counts = {"unread": (self._unread, self._asked)}
-        self._unread, self._asked = 0.0, 0.0
+        if self.config.kind == "rubric":
+            counts["met"] = (self._met, self._judged)
+        self._unread, self._asked, self._met, self._judged = 0.0, 0.0, 0.0, 0.0
         return counts
 
     def _grades(self, samples: Sequence[Sample]) -> list[float | None]:
         asked = [self._question([sample], response=sample.response) for sample in samples]
         return [_mean([self._grade(text) for text in votes]) for votes in self._replies(asked)]
 
+    def _rubrics(self, samples: Sequence[Sample]) -> list[float | None]:
+        rubrics = [criteria(sample.prompt.fields) or [] for sample in samples]
+        asked = [
+            self._question([sample], response=sample.response, criterion=criterion.text)
+            for sample, rubric in zip(samples, rubrics, strict=True)
+            for criterion in rubric
+        ]
+        answers = iter([_mean([self._grade(text) for text in votes]) for votes in self._replies(asked)])
+        scores = []
+        for rubric in rubrics:
+            met = [next(answers) for _ in rubric]
+            known = [one for one in met if one is not None and not math.isnan(one)]
+            self._met += math.fsum(known)
+            self._judged += len(known)
+            scores.append(rubric_score(rubric, met))
+        return scores
+
     def _grade(self, text: Reply) -> float | None:
         if text is None or isinstance(text, RequestFailed):
             return None if text is None else math.nan
-        if self.config.parse == "yesno":
-            return float(text.lower() == "yes")
+        yes_or_no = self.config.parse == "yesno" or self.config.kind == "rubric"
         try:
-            return min(max(float(text) / self.config.scale, 0.0), 1.0)
-        except ValueError:
-            expected = f"a pattern that matches numbers, found {text!r}"
+            return VERDICTS[text.lower()] if yes_or_no else min(max(float(text) / self.config.scale, 0.0), 1.0)
+        except (ValueError, KeyError):
+            expected = f"a pattern that matches {'yes or no' if yes_or_no else 'numbers'}, found {text!r}"
             raise RewardError(f"reward.judges[].pattern={self.config.pattern!r}: expected {expected}") from None
 
     def _comparisons(self, samples: Sequence[Sample]) -> list[float | None]:
@@ -121,6 +152,8 @@ class Judge:
         text = str(values[-1]).strip() if values else ""
         if self.config.kind == "pairwise":
             return text if text in ("A", "B") else None
+        if self.config.kind == "rubric":
+            return text if text.lower() in VERDICTS else None
         return text if re.fullmatch(NUMBER, text) else None
 
     def _question(self, about: Sequence[Sample], **texts: str) -> Question:

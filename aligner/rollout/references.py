@@ -34,6 +34,6 @@ def refuse(unreadable: Mapping[int, str], prompts: PromptDataset | PromptMixture
     rows = [f"{prompts.where(i)}: {unreadable[i]}" for i in sorted(unreadable)]
     others = f"; and {len(rows) - LISTED} more" if len(rows) > LISTED else ""
     raise DataError(
-        f"{prompts.report.key}: {len(rows)} of {count} rows cannot be scored by reward.functions. "
+        f"{prompts.report.key}: {len(rows)} of {count} rows cannot be scored by reward.functions and reward.judges. "
         f"{'; '.join(rows[:LISTED])}{others}"
     )

@@ -1,5 +1,6 @@
 """`aligner eval`: a trained model on held-out rows. Reward functions score a policy's responses. For a fine-tuned model
-without any, the loss of the rows' own responses is measured; for a reward model, how it orders pairs.
+without any, the loss of the rows' own responses is measured; for a reward model, how it orders pairs; for judges with
+eval.generate=false, how they agree with labels.
 
 python -m aligner eval runs/quickstart/grpo data.eval=runs/quickstart/data/test.jsonl eval.prompts=0
 """
@@ -36,6 +37,7 @@ from aligner.rollout.loss_inputs import shown_turns
 from aligner.rollout.references import refuse
 from aligner.run.metrics import rewrite_jsonl
 from aligner.run.sample_table import SampleRow, print_samples
+from aligner.tools.evaluate_judges import Interval, measure_judges
 from aligner.tools.evaluate_rows import measure_rows
 from aligner.tools.evaluate_turns import generate_trajectories
 from aligner.tools.generate import Answerer, is_scorer, model_folder
@@ -52,6 +54,7 @@ class Evaluation:
     count: int
     means: dict[str, tuple[Sequence[float], Sequence[float]]]  # name -> numerators, denominators, one per unit
     records: list[dict[str, Any]] = field(default_factory=list)
+    others: dict[str, Interval] = field(default_factory=dict)  # that are no means
 
 
 def main(cfg: Config, env: RankEnv, overrides: Sequence[str] = ()) -> int:
@@ -74,6 +77,9 @@ def evaluate(cfg: Config) -> ScalarMetrics:
     tools = load_tools(cfg.environment) if cfg.eval.generate else Tools()
     if is_scorer(folder) or not (stage.rollouts or stage.scores or functions):
         measured = Evaluation(*measure_rows(cfg, folder, is_scorer(folder)))
+    elif cfg.reward.judges and not cfg.eval.generate:
+        rows, kappas = measure_judges(cfg, folder)
+        measured = Evaluation(*rows, kappas)
     elif functions or tools.scores:
         measured = _answers(cfg, folder, tools)
     else:
@@ -161,6 +167,8 @@ def _voted(response: str) -> str:
 def _write(cfg: Config, folder: Path, measured: Evaluation) -> ScalarMetrics:
     metrics = {name: math.fsum(top) / math.fsum(bottom) for name, (top, bottom) in measured.means.items()}
     intervals = {name: bootstrap(*mean, cfg.seed) for name, mean in measured.means.items()}
+    metrics |= {name: value for name, (value, _) in measured.others.items()}
+    intervals |= {name: interval for name, (_, interval) in measured.others.items()}
     if "eval/loss" in metrics and measured.unit == "rows":  # of tokens, in nats
         metrics["eval/perplexity"] = math.exp(min(metrics["eval/loss"], 700.0))
         intervals["eval/perplexity"] = tuple(math.exp(min(end, 700.0)) for end in intervals["eval/loss"])

@@ -68,6 +68,7 @@ def test_what_cannot_fit_is_refused_with_exit_1(capsys):
             ["model=qwen3_30b_a3b", "stage=sft", "model.moe.ffn_hidden_size=780", "parallel.tensor=4"],
             "ffn_hidden_size=780",
         ),
+        ([*EIGHT, "--criteria", "-1"], "--criteria=-1.0: expected a mean above 0"),
         ([*EIGHT, "engine.ranks=8"], "engine.ranks=8: expected less than the 8 ranks"),
         ([*EIGHT, "engine.ranks=3"], "batch.prompts=64"),
         ([*EIGHT, "engine.lag=1"], "engine.lag=1: expected 0 without engine.ranks"),

@@ -1233,6 +1233,16 @@ def test_judges_are_asked_as_often_as_they_ask(opponents):
     assert pairs.rows.response_longest == 64
 
 
+def test_a_rubric_asks_about_each_criterion():
+    """Ten of 32 tokens, or as many as are stated."""
+    job = judged("{kind: rubric, question: '0123{response}{criterion}'}")
+    rows = job.judges[0].rows
+    assert (rows.count, rows.prompt_longest) == (64 * 8 * 10, job.rows.longest + 7 + 32)
+    cfg = compose(["stage=grpo", "model=qwen3_0.6b", "batch.prompts=64", "reward.judges=[{kind: rubric}]"])
+    few, many = (plan_times(job_of(cfg, 8, criteria=number), H100, Assumptions())["score"] for number in (2.5, 20))
+    assert 4 < many.seconds / few.seconds < 8
+
+
 def test_what_judges_cost(tmp_path):
     """Of their own weights one copy for all that name the folder, in every phase or, offloaded, where it is asked."""
     own = BETTER.replace("N", "1").replace("llama", str(tmp_path))

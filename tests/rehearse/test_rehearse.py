@@ -35,7 +35,10 @@ def test_a_pipeline_without_faults(tmp_path, capsys):
 def test_judges_answers_to_held_out_prompts_and_an_export(tmp_path, capsys):
     """Of the run's own engine and of one with frozen weights; stages tell each other what each exports."""
     out = tmp_path / "found.json"
-    own, other = "{name: own, question: '{prompt} {response}'}", "{name: b, model: x, question: '{prompt} {response}'}"
+    own, other = (
+        "{name: own, kind: rubric, question: '{response} {criterion}'}",
+        "{name: b, model: x, question: '{prompt} {response}'}",
+    )
     small = ["batch.prompts=4", "batch.group=2", "sampling.max_response_tokens=16", "data.eval=x.jsonl"]
     overrides = ["stage=grpo", f"reward.judges=[{own}, {other}]", *small, *TINY]
     assert main(["rehearse", "--gpus", "2", "--json", str(out), *overrides]) == 0, capsys.readouterr().out

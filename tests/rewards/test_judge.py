@@ -2,6 +2,7 @@
 engine."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.judge import JudgeConfig
+from aligner.config.sections.rewards import RewardConfig
 from aligner.data.tokenizer import decode_responses, stop_token_ids
 from aligner.engines.native.load import engine_from_folder
 from aligner.errors import ConfigError, RewardError
+from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.judge import Judge
 from aligner.rollout.replies import EngineReplies
 from aligner.types import Prompt, Sample, SamplingParams
@@ -90,6 +93,59 @@ def test_a_question_of_other_columns_is_refused_with_what_there_is():
         words(samples(["a"]))
 
 
+def with_rubrics(*rubrics):
+    """A sample for each rubric, of (criterion, points)."""
+    fields = [{"rubric": [{"criterion": text, "points": points} for text, points in one]} for one in rubrics]
+    return [Sample(Prompt(i, (1,), f"q{i}", one), 0, f"r{i}", (1,), True) for i, one in enumerate(fields)]
+
+
+def test_a_rubric_is_the_share_of_points_of_the_criteria_that_are_met():
+    """Of HealthBench's formula by hand: penalties are taken off, and nothing is below 0."""
+    says = {"kind": "Hm. No... YES", "short": "no", "rude": "yes", "cites": "Yes.", "lies": "no", "odd": "perhaps"}
+    one, heard = judge(
+        lambda text: says[text.split("|")[2]], "rubric", "{prompt}|{response}|{criterion}", max_tokens=32
+    )
+    rows = with_rubrics(
+        [("kind", 5), ("short", 3), ("rude", -2), ("lies", -9)],  # (5 - 2) / 8
+        [("kind", 1), ("rude", -4)],  # -3 / 1
+        [("cites", 2.5)],
+        [("short", 1)],
+        [("kind", 1), ("odd", 1)],
+    )
+    assert one(rows) == [0.375, 0.0, 1.0, 0.0, None] and heard[2:5] == ["q0|r0|rude", "q0|r0|lies", "q1|r1|kind"]
+    assert one.take_counts() == {"unread": (1.0, 10.0), "met": (6.0, 9.0)} and one.take_counts()["met"] == (0, 0)
+    assert one(samples_of_null := [Sample(Prompt(0, (1,), "", {"rubric": None}), 0, "", (1,), True)]) == [None]
+    assert one.unreadable([samples_of_null[0].prompt, rows[0].prompt])[0].endswith("found null")
+    all_met, heard = judge(lambda text: '{"explanation": "no", "criteria_met": true}', "rubric", "", parse="json")
+    assert all_met(rows[:1]) == [0.0] and len(heard) == 4 and "Criterion:\nrude\n" in heard[2]  # (8 - 11) / 8
+    words, _ = judge(lambda text: "MET", "rubric", "", pattern="(MET)")
+    with pytest.raises(RewardError, match=r"pattern='\(MET\)': expected a pattern that matches yes or no, found 'MET'"):
+        words(rows)
+
+
+@pytest.mark.parametrize(
+    ("rubric", "message"),
+    [
+        ("[{", "a text that is not JSON"),
+        ([], r"found \[\]"),
+        ({"criterion": "a", "points": 1}, r"found \{'criterion'"),
+        ([{"criterion": "a", "points": -1}, {"criterion": "b", "points": 0}], "found only the points -1, 0"),
+        ([{"criterion": "a", "points": 1}, {"criterion": "b", "points": "2"}], r"criterion 2 points='2'"),
+        ([{"criterion": "a", "points": True}], r"criterion 1 points=True"),
+        ([{"criterion": "a", "points": float("nan")}], r"criterion 1 points=nan"),
+        ([{"criterion": " ", "points": 1}], r"criterion 1 \{'criterion': ' '"),
+        ([{"title": "a", "weight": 1}], r"criterion 1 \{'title'"),
+    ],
+)
+def test_rows_without_a_rubric_are_refused(rubric, message):
+    one, _ = judge(None, "rubric", "")
+    fine = {"rubric": '[{"criterion": "a", "points": 1}]'}
+    prompts = [Prompt(i, (1,), "", fields) for i, fields in enumerate([fine, {"rubric": rubric}, {"answer": 1}])]
+    why = RewardPipeline([(one, 1.0)], RewardConfig()).unreadable(prompts, range(3))
+    assert list(why) == [1, 2] and re.search(message, why[1])
+    assert why[2].endswith("found the columns prompt, answer (data.columns={rubric: theirs})")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -101,6 +157,7 @@ def test_a_question_of_other_columns_is_refused_with_what_there_is():
         ({"kind": "vote"}, r"kind='vote'"),
         ({"scale": 0}, r"scale=0"),
         ({"opponents": -1}, r"opponents=-1"),
+        ({"question": "{response}", "kind": "rubric"}, r"\{response\} and \{criterion\} for kind rubric"),
     ],
 )
 def test_contradicting_judge_keys_are_refused(change, message):
@@ -129,12 +186,19 @@ def test_the_runs_own_engine_replies(tiny_data, tiny_runs, tmp_path, monkeypatch
         "{name: pairs, kind: pairwise, question: '{first}{second}:', max_tokens: 3}",
         "{question: 'good {response} {prompt}', max_tokens: 3, weight: 0.5}",
         f"{{name: long, question: '{{response}} {'more than fits ' * 5}', max_tokens: 3}}",
+        "{name: listed, kind: rubric, question: '{criterion}{response}', max_tokens: 3}",
     )
+    rows = [json.loads(line) for line in (tiny_data / "train.jsonl").read_text().splitlines()]
+    rubric = [{"criterion": "a", "points": 1}, {"criterion": "b", "points": -1}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"rubric": rubric}) + "\n" for row in rows))
+    overrides += [f"data.train={tmp_path / 'rows.jsonl'}"]
     run = stages.stage("grpo", tiny_data, tmp_path / "run", *overrides, f"reward.judges=[{', '.join(judges)}]")
     record = stages.records(run)[0]
     assert record["reward/pairs/mean"] == pytest.approx(0.5)  # of two, what one wins the other loses
     assert record["reward/long/unread"] == 1 and 0 <= record["reward/judge/unread"] <= 1
-    (pairs, replies, again), (grades, others, other), (_, none, _) = heard
+    assert record["reward/listed/unread"] == 1
+    (pairs, replies, again), (grades, others, other), (_, none, _), (criteria, *_) = heard
+    assert [one.text[0] for one in criteria] == ["a", "b"] * 32
     assert len(pairs) == 64 and len(grades) == 32 and set(none) == {None}
     assert again.startswith(replies[0]) and other.startswith(others[0]) and len(set(replies)) > 1
 

@@ -15,7 +15,9 @@ from aligner.config.resolve import compose, compose_over
 from aligner.errors import ConfigError, DataError
 from aligner.run.metrics import read_jsonl
 from aligner.tools.evaluate import evaluate
+from aligner.tools.evaluate_judges import kappa
 from tests import stages
+from tests.servers import Server
 
 VOWELS = "eval.functions=[{path: tests/assets/tiny_rewards.py:vowels}]"
 
@@ -126,6 +128,46 @@ def test_pairs_are_ordered_as_by_transformers(folder, tiny_data):
     assert [s["rejected_score"] for s in samples] == pytest.approx(rejected, abs=1e-4)
     assert actual["eval/accuracy"] == sum(a > b for a, b in zip(chosen, rejected, strict=True)) / 10
     assert written["pairs"] == 10
+
+
+def test_judges_are_compared_with_labels(folder, tiny_data, tmp_path):
+    """Three yes of a judge and three labels, two of both, of six responses; a server refuses a seventh. Who agrees four
+    times, half of the time by chance, has a kappa of (4/6 - 1/2) / (1 - 1/2). The run's own model says nothing."""
+
+    def says(body):
+        response, criterion = body["messages"][0]["content"].split("|")
+        verdict = {"choices": [{"message": {"content": "yes" if criterion in response else "no"}}]}
+        return (400, {}) if "?" in response else (200, verdict)
+
+    rubric = [{"criterion": "a", "points": 2}, {"criterion": "b", "points": 1}]
+    labelled = [("ab", True), ("ab", True), ("b", True), ("a", False), ("b", False), ("b", False), ("?", True)]
+    rows = [{"prompt": "q", "completion": text, "label": label, "rubric": rubric} for text, label in labelled]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server = Server(says).start()
+    listed = (
+        f"kind: rubric, question: '{{response}}|{{criterion}}', endpoint: {{base_url: '{server.base_url}', model: m}}"
+    )
+    judges = f"reward.judges=[{{name: listed, {listed}}}, {{name: own, question: '{{response}}', max_tokens: 3}}]"
+    overrides = ["stage.name=grpo", "eval.generate=false", f"data.eval={tmp_path / 'rows.jsonl'}", judges]
+    actual, written, records = run(folder("sft"), *overrides)
+    server.close()
+    assert len(server.bodies) == 14 and written["rows"] == 7
+    assert actual["eval/listed/answered"] == pytest.approx(6 / 7) and actual["eval/own/answered"] == 0
+    assert actual["eval/listed/accuracy"] == pytest.approx(4 / 6) and "eval/own/accuracy" not in actual
+    assert actual["eval/listed/kappa"] == pytest.approx(1 / 3)
+    low, high = written["intervals"]["eval/listed/kappa"]
+    assert -1 <= low < 0 < 1 / 3 < high <= 1
+    assert [one["scores"]["listed"] for one in records[1:4]] == [1, pytest.approx(1 / 3), pytest.approx(2 / 3)]
+    assert [kappa((4, 2, 2, both)) for both in (2, 1, 0)] == [1, 0, -1] and math.isnan(kappa((4, 4, 4, 4)))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    with pytest.raises(DataError, match=r"data.eval=.*expected responses with label true and false, found one"):
+        run(tmp_path / "sft", *overrides)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"rubric": "a"}))
+    with pytest.raises(DataError, match=r"data.eval: .*rows.jsonl, row 1: expected a list of \{criterion: text"):
+        run(tmp_path / "sft", *overrides)
+    pairs = "reward.judges=[{name: better, kind: pairwise, question: '{first}{second}'}]"
+    with pytest.raises(ConfigError, match=r"reward.judges.better.kind='pairwise': expected grade or rubric"):
+        run(tmp_path / "sft", *overrides[:-1], pairs)
 
 
 def test_what_is_missing_is_named(folder, tiny_data, capsys, tmp_path):

@@ -12,9 +12,23 @@ from aligner.config.rule import rules
 from aligner.config.sections.servers import EndpointConfig
 from aligner.errors import ConfigError
 
-FIELDS = {"grade": ("response",), "pairwise": ("first", "second")}  # fields that a question must have
-PATTERNS = {"grade": r"(\d+(?:\.\d+)?)", "pairwise": r"\b([AB])\b"}
-MEMBERS = {"grade": "score", "pairwise": "winner"}  # of a JSON object
+# fields that a question must have
+FIELDS = {"grade": ("response",), "pairwise": ("first", "second"), "rubric": ("response", "criterion")}
+PATTERNS = {"grade": r"(\d+(?:\.\d+)?)", "pairwise": r"\b([AB])\b", "rubric": r"(?i)\b(yes|no)\b"}
+MEMBERS = {"grade": "score", "pairwise": "winner", "rubric": "criteria_met"}  # of a JSON object
+RUBRIC_QUESTION = """Read a conversation, a response to it, and one criterion.
+
+Conversation:
+{prompt}
+
+Response:
+{response}
+
+Criterion:
+{criterion}
+
+Does the response meet the criterion? A criterion may describe a fault: then yes means that the response has it. \
+Reply with one word, yes or no."""
 
 
 @dataclass
@@ -26,24 +40,27 @@ class JudgeConfig(Section, key="reward.judges[]"):
     endpoint: EndpointConfig = section(EndpointConfig, resume=IGNORE)
     kind: str = key(
         "grade",
-        "Kind of judgement. grade: each response alone; pairwise: two responses to a prompt.",
+        "Kind of judgement. grade: each response alone; pairwise: two responses to a prompt; rubric: each response by "
+        "each criterion in the row's column `rubric`.",
         choices=tuple(FIELDS),
     )
     question: str = key(
-        "", "Question: a format string over {prompt}, the row's columns, and {response}, or {first} and {second}."
+        "",
+        "Question: a format string over {prompt}, the row's columns, and {response} (rubric: also {criterion}), or "
+        "{first} and {second}. Empty with rubric: whether the response meets the criterion.",
     )
     question_file: str = key("", "Text file with the question.", resume=IGNORE)
     weight: float = key(1.0, "Weight in the sum.")
     parse: str = key(
         "regex",
         "Part of the reply that counts. regex: the last match of pattern; json: a member of the last JSON object; "
-        "yesno (grade): the last yes or no, a score of 1 or 0.",
+        "yesno (not pairwise): the last yes or no, a score of 1 or 0.",
         choices=("regex", "json", "yesno"),
     )
     pattern: str = key(
         "",
-        "Pattern (regex; empty: a number, or pairwise A or B), or name of the member (json; empty: score, or pairwise "
-        "winner).",
+        "Pattern (regex; empty: a number, pairwise A or B, rubric yes or no), or name of the member (json; empty: "
+        "score, pairwise winner, rubric criteria_met, which is true or false).",
     )
     scale: float = key(10.0, "Grade that is a score of 1 (grade). Scores are clamped to [0, 1].", above=0)
     opponents: int = key(
@@ -53,7 +70,7 @@ class JudgeConfig(Section, key="reward.judges[]"):
     max_tokens: int = key(32, "Maximum tokens of a reply.", least=1)
 
     RULES = rules("""
-kind!=grade => parse =regex|json | with kind {kind}
+kind=pairwise => parse =regex|json | with kind {kind}
 endpoint.base_url !endpoint.model => endpoint.model | the model's name at {endpoint.base_url}
 endpoint.base_url => model = | with reward.judges[].endpoint.base_url
 !endpoint.temperature => votes =1
@@ -70,7 +87,7 @@ question => question_file = | with question
         if groups != 1:
             raise ConfigError("reward.judges[].pattern", self.pattern, "one group in parentheses: what counts")
         if not self.question_file:
-            self.check_question("question", self.question)
+            self.check_question("question", self.text)
 
     def check_question(self, name: str, text: str) -> None:
         """Check a question. Raises ConfigError."""
@@ -86,7 +103,7 @@ question => question_file = | with question
     @property
     def regex(self) -> str:
         if self.parse == "yesno":
-            return r"(?i)\b(yes|no)\b"
+            return PATTERNS["rubric"]
         return (self.pattern if self.parse == "regex" else "") or PATTERNS[self.kind]
 
     @property
@@ -97,7 +114,7 @@ question => question_file = | with question
     def text(self) -> str:
         """The question. Raises ConfigError if its file cannot be read."""
         if not self.question_file:
-            return self.question
+            return self.question or (RUBRIC_QUESTION if self.kind == "rubric" else "")
         key = "reward.judges[].question_file"
         try:
             text = Path(self.question_file).expanduser().read_text(encoding="utf-8")
