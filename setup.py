@@ -43,6 +43,7 @@ EXTRAS = {
     "bitsandbytes": ["bitsandbytes>=0.45"],
     "mpi": ["mpi4py>=4.0"],
     "gymnasium": ["gymnasium>=1.0"],
+    "openenv": ["openenv>=0.10,<0.11"],
     "verifiers": ["verifiers>=0.2,<0.3"],
     "suites": ["lm-eval[api]>=0.4.13", "inspect-ai>=0.3.285", "openai>=3.4"],
     "wandb": WANDB,

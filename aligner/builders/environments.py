@@ -21,7 +21,7 @@ def find_tools(cfg: Config, tokenizer: Any) -> Tooling:
     """Load the tools that prompts describe to the model. Raises EnvironmentCodeError, ConfigError."""
     tooling = load_tools(cfg.environment)
     if not (tooling.scores or cfg.reward.functions):
-        expected = "at least one function: environment.path has neither get_reward nor turn_reward"
+        expected = "at least one function: environment.path has neither get_reward nor turn_reward (environment.reward)"
         raise ConfigError("reward.functions", [], expected)
     tools = schemas(tooling)
     return Tooling(tools, _dialogue(cfg, tokenizer, tools), tooling.scores)

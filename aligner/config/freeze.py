@@ -180,7 +180,7 @@ def reward_code(cfg: Config) -> bytes:
 def environment_code(cfg: Config) -> bytes:
     """Return the files of tools and environment likewise."""
     env = cfg.environment
-    return _code([*env.tools, env.path, *([f"{word}:" for word in env.command[1:]] or [env.agent])])
+    return _code([*env.tools, env.path, env.reward, *([f"{word}:" for word in env.command[1:]] or [env.agent])])
 
 
 def outside_code(cfg: Config) -> dict[str, bytes]:

@@ -30,6 +30,7 @@ class Tools:
     functions: dict[str, Callable] = field(default_factory=dict)
     kind: type | None = None  # of the environment
     agent: bool = False  # the environment is an agent, which calls the model
+    reward: Callable | None = None  # that scores environments instead of their `get_reward`
 
     @property
     def methods(self) -> dict[str, Callable]:
@@ -39,7 +40,7 @@ class Tools:
     @property
     def scores(self) -> bool:
         """Whether it has a reward."""
-        return self.agent or any(hasattr(self.kind, name) for name in HOOKS[1:])
+        return self.agent or self.reward is not None or any(hasattr(self.kind, name) for name in HOOKS[1:])
 
 
 def load_agent(cfg: EnvironmentConfig) -> Callable | None:
@@ -73,11 +74,22 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
     if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
         expected = "a class with a method reset(self, seed, **row)"
         raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}, found none in `{kind!r}`")
-    tools = Tools(functions, kind)
+    tools = Tools(functions, kind, reward=_load_reward(cfg) if cfg.reward else None)
     if double := sorted(functions.keys() & tools.methods.keys()):
         expected = f"methods of other names than environment.tools: `{double[0]}` is both"
         raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}")
     return tools
+
+
+def _load_reward(cfg: EnvironmentConfig) -> Callable:
+    key = "environment.reward"
+    function = load(cfg.reward, key, "function", EnvironmentCodeError)
+    try:
+        inspect.signature(function).bind(environments=[])
+    except TypeError as cause:
+        expected = "a function that can be called with `environments` alone"
+        raise EnvironmentCodeError(f"{key}={cfg.reward!r}: expected {expected}: {cause}") from cause
+    return function
 
 
 def schemas(tools: Tools) -> list[dict[str, Any]]:

@@ -109,6 +109,9 @@ class ToolWorker:
 
     async def _score(self, request: dict[str, Any]) -> float | None:
         environment = self.objects[request["key"]]
+        if self.tools.reward is not None:
+            (value,) = await self._called(self.tools.reward, environments=[environment])
+            return number(value)
         return number(await self._called(environment.get_reward)) if hasattr(environment, "get_reward") else 0.0
 
     async def _forget(self, request: dict[str, Any]) -> None:

@@ -47,6 +47,59 @@ def test_functions_and_what_is_wrong_with_a_call(tmp_path):
     assert answer["wrong"] == 4
 
 
+TRL = '''
+class Guess:
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, **kwargs) -> str | None:
+        self.number, self.done = kwargs["number"], False
+        return f"Guess a number below {kwargs['below']}."
+
+    def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: The number.
+
+        Returns:
+            Whether it is lower or higher.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = number == self.number
+        self.reward = float(self.done)
+        return "right" if self.done else "lower" if number > self.number else "higher"
+
+
+def score(environments, **kwargs):
+    return [env.reward for env in environments]
+
+
+def score_texts(completions, environments, **kwargs):
+    return [0.0 for _ in completions]
+'''
+
+
+def test_an_environment_and_its_reward_in_the_convention_of_trl(tmp_path):
+    """A class without `seed` and `get_reward`, whose attribute a function of environments reads."""
+    (tmp_path / "game.py").write_text(TRL)
+    named = {"path": f"{tmp_path / 'game.py'}:Guess", "reward": f"{tmp_path / 'game.py'}:score"}
+    pool, session = make_pool(tmp_path, **named), Session("1", 7, {})
+    assert load_tools(pool.cfg).scores and not load_tools(EnvironmentConfig(path=named["path"])).scores
+    (opening,) = pool.ask(session, "reset", seed=7, row={"number": 4, "below": 9}).result(300)["value"]
+    assert opening == {"role": "user", "content": "Guess a number below 9."}
+    assert turn(pool, session, call("guess", number=6))["value"]["texts"] == ["lower"]
+    assert pool.ask(session, "score").result(300)["value"] == 0.0
+    results = [turn(pool, session, call("guess", number=4))["value"] for _ in range(2)]
+    assert [one["texts"] for one in results] == [["right"], ["error: Game over."]] and results[0]["done"]
+    assert pool.ask(session, "score").result(300)["value"] == 1.0
+    texts = EnvironmentConfig(path=named["path"], reward=f"{tmp_path / 'game.py'}:score_texts")
+    with pytest.raises(EnvironmentCodeError, match=r"called with `environments` alone: missing .*'completions'"):
+        load_tools(texts)
+
+
 def test_an_iterator_that_is_at_its_end_is_no_tool_that_hangs(tmp_path):
     """`next` of nothing raises what no future takes."""
     (tmp_path / "ends.py").write_text(

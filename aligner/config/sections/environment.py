@@ -41,6 +41,11 @@ class EnvironmentConfig(Section, key="environment"):
         rollouts=False,
     )
     workers: int = key(2, "Processes per rank that run tools and environments.", least=1, resume=IGNORE, rollouts=False)
+    reward: str = key(
+        "",
+        "Function of TRL's convention that scores environments, f(environments, **kwargs): module:function or "
+        "path.py:function. Empty: get_reward of the class.",
+    )
     gamma: float = key(1.0, "Discount of a turn: reward = sum of gamma^k x turn_reward after turn k.", least=0, most=1)
     weight: float = key(1.0, "Weight of the environment's reward in the sum with reward.functions.")
     calls: str = key(
@@ -49,7 +54,10 @@ class EnvironmentConfig(Section, key="environment"):
         choices=("auto", *CALL_FORMATS),
     )
 
-    RULES = rules("path or tools => agent = | with path or tools: an agent brings its own")
+    RULES = rules("""
+path or tools => agent = | with path or tools: an agent brings its own
+!path => reward = | without environment.path: there is no environment to score
+""")
 
     def __post_init__(self) -> None:
         super().__post_init__()
