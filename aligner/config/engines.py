@@ -35,6 +35,7 @@ class Capabilities:
     any_prompt: bool = _can("prompts longer than the data's: `reward.judges` without a model of their own")
     scores: bool = _can("scores given tokens, and names the likeliest: tasks by likelihood in `eval.tasks`")
     routing: bool = _can("tells the experts of its tokens: `mismatch.replay_routing`")
+    drafts: bool = _can("drafts tokens, to save decode steps: `engine.draft_tokens`")
     merges_adapters: bool = _can("merges adapters itself: `refit.adapters=factors`")
     tensor_parallel: bool = _can("several ranks for a replica, also on several nodes: `engine.tensor_parallel`")
     request_seeds: bool = _can("a sample follows its own seed")
@@ -78,6 +79,7 @@ ENGINES = {
             any_prompt=True,
             scores=True,
             routing=True,
+            drafts=True,
             merges_adapters=True,
             tensor_parallel=True,
             request_seeds=True,
@@ -89,7 +91,7 @@ ENGINES = {
         by_default=("cuda_graphs", "sleep", "sleep_weights"),
     ),
     "vllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, routing=True),
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, routing=True, drafts=True),
         made_by="aligner.engines.vllm.engine:VllmEngine",
         made_apart_by="aligner.engines.vllm.in_place:InPlaceVllmEngine",
         section="vllm",

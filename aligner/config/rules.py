@@ -109,6 +109,8 @@ debug.record_answers => refit.adapters =merged | with debug.record_answers, whos
     | with {engine.name=}, which does not report the experts of its tokens: {able.routing} does
 mismatch.replay_routing engine.section=vllm => engine.vllm.prefix_reuse =true
     | with {mismatch.replay_routing=}: vLLM keeps the experts of tokens beside their blocks
+engine.draft_tokens engine.section=vllm => mismatch.replay_routing =false | with {engine.draft_tokens=} of vLLM
+engine.draft_tokens engine.section=vllm => sampling.min_p =0 | with {engine.draft_tokens=} of vLLM, which drops it
 """),
     "ranks": rules("""
 !engine.ranks => world size %ranks.grid | | Change --ranks or the layout.

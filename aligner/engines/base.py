@@ -298,3 +298,12 @@ def require_finite(generations: Generations) -> Generations:
             "from an earlier checkpoint with a lower optim.lr"
         )
     return generations
+
+
+def draft_sums(passes: int, drafts: int, drafted_tokens: int, accepted_tokens: int) -> Sums:
+    """Return metrics of drafts. `drafts`: fed to a row in a pass."""
+    return {
+        "engine/decode_passes": (float(passes), 1.0),
+        "engine/draft_acceptance_rate": (float(accepted_tokens), float(drafted_tokens)),
+        "engine/mean_acceptance_length": (float(accepted_tokens + drafts), float(drafts)),
+    }

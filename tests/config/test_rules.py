@@ -421,7 +421,10 @@ grpo ; engine={name: trtllm_engine, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: trtllm_engine, trtllm: {prefix_reuse: true}} => engine.trtllm.prefix_reuse
 grpo ; engine={name: vllm, sleep: false, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: vllm, page_tokens: 16} => engine.page_tokens
-grpo ; engine={name: vllm, draft_tokens: 4} => engine.draft_tokens
+grpo ; engine={name: trtllm, draft_tokens: 4} => engine.draft_tokens
+grpo ; engine={name: vllm, draft_tokens: 4} ; sampling.min_p=0.1 => sampling.min_p
+grpo ; model=tiny_moe ; engine={name: vllm, draft_tokens: 4} ; mismatch.replay_routing=true
+    => mismatch.replay_routing
 grpo ; engine={max_batch: 4, draft_tokens: 4} => engine.draft_tokens
 grpo ; model=qwen3_next_80b_a3b ; engine.draft_tokens=4 => engine.draft_tokens
 grpo ; model=deepseek_v4_flash ; engine.draft_tokens=4 => engine.draft_tokens

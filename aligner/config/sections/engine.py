@@ -65,8 +65,9 @@ class EngineConfig(Section, key="engine"):
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
     draft_tokens: int = key(
         0,
-        "Tokens that the native engine drafts for each row from what the row repeats (prompt lookup). Samples stay the "
-        "same: drafts that are sampled as well save decode steps. Only while rows x (1 + draft_tokens) <= max_batch.",
+        "Tokens that native or vllm draft for each row from what it repeats (prompt lookup), to save decode steps. "
+        "Samples of native stay the same, while rows x (1 + draft_tokens) <= max_batch; of vllm they keep their "
+        "distribution.",
         least=0,
         rollouts=False,
     )
@@ -156,7 +157,7 @@ captures can.computes_here tensor_parallel!=1 => cuda_graphs =false | unless eng
 section=trtllm !can.arguments => trtllm.args = | with engine.name={name}{why.arguments}
 section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.name={name}{why.prefix_reuse}
 !can.computes_here => page_tokens =0 | with engine.name={name}: only native takes the key
-!can.computes_here => draft_tokens =0 | with engine.name={name}: only native takes the key
+!can.drafts => draft_tokens =0 | with engine.name={name}
 draft_tokens => draft_tokens <max_batch | : a step with drafts has at most so many tokens
 !sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)

@@ -24,7 +24,7 @@ SHARES = f"engine.vllm.args.{DATA_PARALLEL}"
 _SET = ("model", "load_format", "skip_tokenizer_init", "generation_config", "seed", "logprobs_mode")
 _SET += ("distributed_executor_backend", "pipeline_parallel_size", "worker_extension_cls")
 _SET += ("max_num_batched_tokens", "gpu_memory_utilization", "block_size", "enable_chunked_prefill", "nnodes")
-_SET += ("disable_log_stats",)
+_SET += ("disable_log_stats", "per_request_spec_decode_metrics")
 
 
 @dataclass
@@ -45,6 +45,7 @@ class VllmConfig(ChildConfig, key="engine.vllm"):
             "enable_sleep_mode": "engine.sleep",
             "enforce_eager": "engine.cuda_graphs",
             "enable_return_routed_experts": "mismatch.replay_routing",
+            "speculative_config": "engine.draft_tokens",
         }
         | dict.fromkeys(_SET, "")
     )

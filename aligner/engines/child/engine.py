@@ -204,6 +204,7 @@ class ChildEngine(RolloutEngine):
             meeting=self._meeting(),
             args=self.options.args,
             routed_layers=() if self.no_routing is None else tuple(self.cfg.layers_of("sparse")),
+            draft_tokens=self.config.draft_tokens,
         )
 
     def _call(

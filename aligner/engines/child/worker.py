@@ -59,6 +59,7 @@ class Settings:
     args: Mapping[str, Any] = field(default_factory=dict)  # additional options of the package
     lasting: bool = False  # a bucket stays in the memory until the update has ended
     routed_layers: tuple[int, ...] = ()  # of which generations name each token's experts
+    draft_tokens: int = 0  # that are drafted for a row, where the package does that
 
     @property
     def max_num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from aligner.cluster.memory_pages import keep_freed_memory
 from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
-from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, require_finite
+from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, draft_sums, require_finite
 from aligner.engines.native.batch import Batch
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
@@ -285,10 +285,7 @@ class NativeEngine(RolloutEngine):
             sums["engine/cache_usage"] = totals.cache_usage, 1.0
             sums["engine/preempted_rows"] = float(totals.paused_rows), 1.0
         if self.config.draft_tokens:
-            accepted, rows = float(totals.accepted_tokens), float(totals.drafted_rows)
-            sums["engine/decode_passes"] = float(totals.steps), 1.0
-            sums["engine/draft_acceptance_rate"] = accepted, float(totals.drafted_tokens)
-            sums["engine/mean_acceptance_length"] = accepted + rows, rows
+            sums |= draft_sums(totals.steps, totals.drafted_rows, totals.drafted_tokens, totals.accepted_tokens)
         return sums
 
     def _unfinished(self, plan: GenerationPlan, batch: Batch) -> bool:

@@ -12,12 +12,14 @@ import torch
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.vllm import SHARES, request_shares
+from aligner.engines.base import draft_sums
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.worker import Settings
 from aligner.engines.native.fleet import Replicated
 from aligner.engines.vllm.pages import Pages
 from aligner.errors import ConfigError
+from aligner.types import Sums
 
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in the child itself
@@ -87,6 +89,11 @@ class VllmEngine(Replicated, ChildEngine):
             block=self.block,
             prefix_reuse=self._reuses,
         )
+
+    def take_sums(self) -> Sums:
+        """See `RolloutEngine.take_sums`."""
+        sums = super().take_sums()
+        return sums | draft_sums(*self._call("take_drafts")) if self.config.draft_tokens else sums
 
     @property
     def _reuses(self) -> bool:

@@ -65,7 +65,17 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
         "enable_return_routed_experts": bool(settings.routed_layers),
+        "speculative_config": drafter(settings),
+        "per_request_spec_decode_metrics": "summary" if settings.draft_tokens else "none",
     }
+
+
+def drafter(settings: Settings) -> dict[str, Any] | None:
+    """Return what drafts: the text of each row, as in the native engine."""
+    if not settings.draft_tokens:
+        return None
+    lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    return lookup | {"num_speculative_tokens": settings.draft_tokens}
 
 
 @cache
@@ -113,6 +123,19 @@ def leave_out_others_experts() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
+@cache
+def expand_temperatures() -> None:
+    """Let vLLM's CPU build give each drafted token the temperature and top_p of its row. It takes them for whole
+    numbers, and writes them to a copy."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(values: Tensor, ends: Tensor, count: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+        values = torch.where(values == replace_from, replace_to, values)
+        return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
 def tell_rank(settings: Settings) -> None:
     """Let vLLM find this rank and its device, which a launcher would tell. The process group is there already. Its CPU
     build names shared memory after the end of the address: ranks of other engines or nodes have another one."""
@@ -135,6 +158,7 @@ class VllmWorker(RankWorker):
         self._unlike = self.line if self._shares > 1 else None  # to ranks that may not have the same error
         self._requests, self._temperature = 0, 1.0
         self._routed: Tensor | None = None  # of the last `generate`
+        self._steps, self._drafts = 0, torch.zeros(4, dtype=torch.int64)  # the latter since `take_drafts`
 
     def _start(self, settings: Settings) -> None:
         self.api = import_vllm()
@@ -147,6 +171,8 @@ class VllmWorker(RankWorker):
                 leave_out_others_experts()
         version = f"vLLM {self.api.__version__}"
         args = checked_arguments(f"{VllmConfig.KEY}.args", settings.args, EngineArgs, version)
+        if settings.draft_tokens and not torch.cuda.is_available():
+            expand_temperatures()
         if not torch.cuda.is_available() and "attention_backend" not in args:
             # else vLLM's latent attention with AMX, which takes only some sizes
             args = {"attention_config": {"backend": "CPU_MLA"}, **args}
@@ -203,12 +229,15 @@ class VllmWorker(RankWorker):
         self._require()
         make, common = self.api.SamplingParams, sampling_arguments(sampling)
         asked = [(prompt, make(**common, seed=seed)) for prompt, seed in self._share(requests)]
+        before = self._steps
         with aborted.watching([]):
             outputs = self._run(asked, progress, aborted)
         if outputs is None:
             return None
         if self.settings.routed_layers:
             self._routed = self._experts(outputs)
+        if self.settings.draft_tokens:
+            self._drafts += sum(map(_drafts_of, outputs)) + torch.tensor([self._steps - before, 0, 0, 0])
         return self._joined(lambda output: self._row(output.outputs[0]), outputs)
 
     def _experts(self, outputs: list[Any]) -> Tensor | None:
@@ -226,6 +255,11 @@ class VllmWorker(RankWorker):
         """Return the experts of the last `generate`, once, on the first rank."""
         routed, self._routed = self._routed, None
         return routed
+
+    def take_drafts(self) -> list[int]:
+        """Return the passes since the last call, those that fed a row's draft, drafted tokens, accepted ones."""
+        drafts, self._drafts = self._drafts, torch.zeros_like(self._drafts)
+        return drafts.tolist()
 
     def _share[T](self, requests: list[T]) -> list[T]:
         """Return the requests of this rank and those with the same."""
@@ -255,6 +289,7 @@ class VllmWorker(RankWorker):
                 before = len(done)
                 with ending_all(self.line):
                     outputs = self.engine.step()
+                self._steps += 1
                 done |= {output.request_id: output for output in outputs if output.finished}
                 if self._stopped(aborted is not None and aborted.asked, len(done)):
                     return None
@@ -307,3 +342,10 @@ class VllmWorker(RankWorker):
 
     def _end(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+def _drafts_of(output: Any) -> Tensor:
+    """Return what `VllmWorker.take_drafts` counts, of one request."""
+    steps = output.outputs[0].spec_decode_metrics  # by the number of accepted tokens
+    accepted = sum(count * n for count, n in enumerate(steps.histogram))
+    return torch.tensor([0, sum(steps.histogram), steps.num_draft_tokens, accepted])
