@@ -197,7 +197,7 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 # lines of code and files that a stage reaches by imports, within functions too; a configuration or a GPU loads the rest
 # Files and lines of code that a stage may reach: set to the next hundred lines when a change needs more.
 CLOSURES = {
-    "sft": (247, 22_300),
+    "sft": (247, 22_400),
     "rm": (250, 22_700),
     "grpo": (284, 25_700),
     "ppo": (284, 25_700),
