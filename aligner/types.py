@@ -248,6 +248,16 @@ class TeacherRows(TensorBatch):
     teacher_tokens: Tensor  # int64 [B, T of its own]
     teacher_lengths: Tensor  # int64 [B]
     teacher_mask: Tensor  # float32, 1 on the answers' tokens
+    teacher_spans: Tensor | None = None  # int64 [B, T of its own], with another tokenizer: as `TextSpans.spans`
+    spans: Tensor | None = None  # int64 [B, T], of the student's tokens
+
+
+@dataclass
+class TextSpans(TensorBatch):
+    """Spans of text that a teacher with another tokenizer ends where the student does. TeacherTargets are then the
+    teacher's logprobs of whole spans, [B, T, 1], at their last tokens."""
+
+    spans: Tensor  # int64 [B, T] number of the token's span in its row, from 1 on; 0: of none
 
 
 @dataclass

@@ -30,7 +30,7 @@ PLAIN = ("sft", "rm", "dpo", "dpo_by_rank", "kto", "distill", "distill_top_k", "
 LOSSES = (  # of tests/invariance_losses.py: a policy loss, an advantage; the losses of pairs
     *("gspo+rloo", "cispo+opo", "sapo+gpg", "gmpo+pass_at_k", "dppo+dr_grpo", "gpg+reinforce_pp_baseline"),
     *("reinforce+gdpo", "clip_cov+reinforce_pp", "kl_cov+remax", "kl_abs", "ppo+gae", "own", "dpo_others"),
-    *("dpo_sync", "sft_dft", "reinforce+maxrl", "vapo", "opsd", "sdpo", "echo"),
+    *("dpo_sync", "sft_dft", "reinforce+maxrl", "vapo", "opsd", "sdpo", "distill_spans", "echo"),
 )
 STAGES = (*PLAIN, *LOSSES)
 MODEL = ModelConfig(

@@ -48,7 +48,7 @@ from aligner.types import LabelTargets, PolicyTargets, RolloutBatch, TrainBatch,
 from tests import invariance_losses
 from tests.invariance_muon import MuonCase
 from tests.megatron.models import build, build_on, weights
-from tests.tiny import random_routing, wild_source
+from tests.tiny import random_routing, spanned, wild_source
 
 ADAM = OptimConfig(lr=1e-3)
 MUON = OptimConfig(name="muon", lr=1e-3, distributed=False, muon_precision="float32")
@@ -83,6 +83,8 @@ KTO = KtoConfig(beta=0.2, desirable_weight=1.2)
 DISTILL = {
     "distill": DistillConfig(kind="jsd", beta=0.3, temperature=1.5, sft_coef=0.2),
     "distill_top_k": DistillConfig(kind="mixed", beta=0.4, top_k=3, sft_coef=0.2),
+    # of spans of its text, behind the same, by a teacher with another tokenizer
+    "distill_spans": DistillConfig(kind="mixed", beta=0.4, temperature=1.5, on_policy=1.0, teacher_prompt="{prompt} "),
     "opsd": DistillConfig(kind="jsd", on_policy=1.0, teacher_prompt="{prompt}"),  # behind its beginning, reversed
     # likewise, by the average of its own weights; of rows without a right answer it learns nothing
     "sdpo": DistillConfig("self", kind="reverse_kl", on_policy=1.0, teacher_prompt="{prompt}{right_answer}"),
@@ -243,10 +245,13 @@ def learner(cfg: DistillConfig, sharded, own: TrainBatch, batch: BatchConfig) ->
         batch,
         cfg,
         model.vocab_size,
+        tokenizer=object() if (by_text := cfg is DISTILL["distill_spans"]) else None,
     )
     student = Student(sharded, batch, cfg=cfg, vocab_size=model.vocab_size)
-    student.heads = [] if cfg.top_k else [teacher.head(sharded)]
-    if cfg.teacher_prompt:
+    student.heads = [] if cfg.top_k or by_text else [teacher.head(sharded)]
+    if by_text:
+        own = spanned(own, beginnings(own), shape.vocab_size)
+    elif cfg.teacher_prompt:
         own = own.with_payloads(behind(beginnings(own), own, 0))
     return student, add_targets([teacher], own)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from aligner.config.sections.model.attention import AttentionConfig, ScalesConfig
 from aligner.config.sections.model.config import ModelConfig
@@ -20,6 +22,7 @@ from aligner.config.sections.model.linear import LinearConfig
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.config.sections.model.rope import RopeScalingConfig
 from aligner.config.sections.optim import OptimConfig
+from aligner.data.teacher_prompts import behind
 from aligner.families import SAME, find
 from aligner.families.hf_config import config_from_hf, hf_config
 from aligner.models.fused import joined, parts_of
@@ -304,6 +307,24 @@ def batch(cfg: ModelConfig, rows: int = 8, width: int = 13, seed: int = 1) -> Tr
     mask[:, 0] = False
     mask[:, 1] = True
     return TrainBatch(tokens * real, lengths, mask.float(), [LabelTargets(torch.randn(rows, generator=g))])
+
+
+def spanned(rows: TrainBatch, prompts: Sequence[Tensor], vocab_size: int) -> TrainBatch:
+    """The rows with those of a teacher with another tokenizer: spans of one or two tokens that are learned, the last
+    of each row without a number; of one to three of the teacher's, behind its prompts. Each follows from its row."""
+    spans, parts, replies = torch.zeros_like(rows.tokens), [], []
+    for row, mask in enumerate(rows.loss_mask.tolist()):
+        number, size, seed = 0, 2, int(rows.tokens[row].sum())
+        for at, on in enumerate(mask):
+            size = size + 1 if on and mask[at - 1] and size < 2 else 1
+            number += on and size == 1
+            spans[row, at] = number if on else 0
+        spans[row][spans[row] == number] = 0
+        parts.append(torch.tensor([*(n for n in range(1, int(number)) for _ in range(1 + (n + seed) % 3)), 0, 0]))
+        replies.append(1 + (seed + 7 * torch.arange(len(parts[-1]))) % (vocab_size - 1))
+    own = behind(prompts, rows, 0, replies)
+    numbers = torch.zeros_like(own.teacher_tokens).masked_scatter(own.teacher_mask.bool(), torch.cat(parts))
+    return rows.with_payloads(replace(own, teacher_spans=numbers, spans=spans))
 
 
 def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, seed: int = 0):

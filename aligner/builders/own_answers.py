@@ -37,10 +37,11 @@ def make_own_answers(
     sampling = make_sampling(job, cfg.sampling.temperature, limit)
     if cfg.algorithm.distill.teacher_prompt:
         longest = min(longest_row(t.model.cfg.rope_scaling, t.model.cfg.max_position) for t in teachers)
-        make = on_demand("algorithm.distill.teacher_prompt")
-        teacher_prompts = make(
-            prompts, job.tokenizer, cfg.data.template_arguments, longest - limit, limit if of_group else 0
-        )
+        make, room, other = on_demand("algorithm.distill.teacher_prompt"), limit if of_group else 0, None
+        if teachers[0].tokenizer is not None:
+            make_other = on_demand("algorithm.distill.teacher_prompt, of another tokenizer")
+            other = make_other(job.tokenizer, teachers[0].tokenizer, longest)
+        teacher_prompts = make(prompts, job.tokenizer, cfg.data.template_arguments, longest - limit, room, other)
     if of_group:
         right = on_demand("algorithm.distill.teacher_prompt, of groups")(job, prompts)
     count //= cfg.batch.group

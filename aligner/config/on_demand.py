@@ -84,6 +84,10 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
         "aligner.data.teacher_prompts:TeacherPrompts",
         lambda cfg: bool(cfg.algorithm.distill.teacher_prompt),
     ),
+    "algorithm.distill.teacher_prompt, of another tokenizer": (
+        "aligner.data.text_spans:other_tokenizer",
+        lambda cfg: bool(cfg.algorithm.distill.teacher_prompt and cfg.algorithm.distill.models()),
+    ),
     "algorithm.distill.teacher_prompt, of groups": (
         "aligner.builders.right_answers:make_right_answers",
         lambda cfg: cfg.algorithm.distill.of_group,

@@ -25,12 +25,14 @@ from aligner.types import Prompt, TeacherRows, TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from aligner.data.text_spans import OtherTokenizer
+
 
 class TeacherPrompts:
     """The tokens of the teacher's prompts.
 
     Raises DataError for one of more than `limit` tokens: a row, with its answer, must fit the teacher. Of prompts with
-    a right answer, `room` of these are the answer's.
+    a right answer, `room` of these are the answer's. `other`: the teacher's, if it is not the student's `tokenizer`.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class TeacherPrompts:
         arguments: Mapping[str, Any],
         limit: int,
         room: int = 0,
+        other: OtherTokenizer | None = None,
     ):
-        self._tokens, self._row, self._pad_id = FlatRows(np.int32), {}, tokenizer.pad_token_id
-        self._tokenizer, self._arguments, self._limit = tokenizer, arguments, limit
+        self._tokens, self._row, self._other = FlatRows(np.int32), {}, other
+        self._tokenizer = tokenizer if other is None else other.tokenizer
+        self._arguments, self._limit = arguments, limit
         for start in range(0, len(prompts), CHUNK):
             chunk = [prompts[i] for i in range(start, min(start + CHUNK, len(prompts)))]
             for prompt, tokens in zip(chunk, self._encoded(chunk, [""] * len(chunk)), strict=True):
@@ -59,7 +63,7 @@ class TeacherPrompts:
     def rows(self, prompts: Sequence[Prompt], answers: TrainBatch) -> TeacherRows:
         """Return the teacher's rows of the answers to these prompts."""
         own = [torch.from_numpy(self._tokens[self._row[prompt.id]].astype(np.int64)) for prompt in prompts]
-        return behind(own, answers, self._pad_id)
+        return self._behind(own, answers)
 
     def with_right_answers(
         self, prompts: Sequence[Prompt], answers: TrainBatch, right: Sequence[str | None]
@@ -71,8 +75,24 @@ class TeacherPrompts:
         own = {i: tokens for i, tokens in zip(asked, encoded, strict=True) if len(tokens) <= self._limit}
         taught = torch.tensor([i in own for i in range(len(prompts))])
         answers = replace(answers, loss_mask=answers.loss_mask * taught[:, None])
-        tokens = [torch.tensor(own.get(i, prompt.tokens[:1])) for i, prompt in enumerate(prompts)]
-        return answers.with_payloads(behind(tokens, answers, self._pad_id))
+        tokens = [torch.tensor(own.get(i, [self._tokenizer.pad_token_id])) for i in range(len(prompts))]
+        return answers.with_payloads(self._behind(tokens, answers))
+
+    def _behind(self, prompts: Sequence[Tensor], answers: TrainBatch) -> TeacherRows:
+        if self._other is None:
+            return behind(prompts, answers, self._tokenizer.pad_token_id)
+        own = [x.tolist() for x in own_tokens(answers)]
+        encoded = self._other.encoded(own, [len(x) for x in prompts])
+        replies = [torch.tensor(each.tokens, dtype=torch.int64) for each in encoded]
+        rows = behind(prompts, answers, self._tokenizer.pad_token_id, replies)
+        numbers, spans = (
+            torch.zeros_like(tokens).masked_scatter(mask.bool(), torch.from_numpy(np.concatenate(side)))
+            for tokens, mask, side in (
+                (rows.teacher_tokens, rows.teacher_mask, [each.teacher_spans for each in encoded]),
+                (answers.tokens, answers.loss_mask, [each.spans for each in encoded]),
+            )
+        )
+        return replace(rows, teacher_spans=numbers, spans=spans)
 
     def _encoded(self, prompts: Sequence[Prompt], right: Sequence[str]) -> list[list[int]]:
         texts, where = [], [f"prompt {prompt.id}" for prompt in prompts]
@@ -84,10 +104,17 @@ class TeacherPrompts:
         return encode_prompts(self._tokenizer, texts, where, tools, self._arguments)
 
 
-def behind(prompts: Sequence[Tensor], answers: TrainBatch, pad_id: int) -> TeacherRows:
-    """Return the tokens in the loss mask of each row of `answers`, behind its prompt in `prompts` (int64 [n])."""
-    parts = [tokens[mask.bool()] for tokens, mask in zip(answers.tokens, answers.loss_mask, strict=True)]
-    whole = [torch.cat(both) for both in zip(prompts, parts, strict=True)]
+def own_tokens(answers: TrainBatch) -> list[Tensor]:
+    """Return the tokens in the loss mask of each row."""
+    return [tokens[mask.bool()] for tokens, mask in zip(answers.tokens, answers.loss_mask, strict=True)]
+
+
+def behind(
+    prompts: Sequence[Tensor], answers: TrainBatch, pad_id: int, replies: Sequence[Tensor] | None = None
+) -> TeacherRows:
+    """Return the tokens in the loss mask of each row of `answers`, or its `replies` (int64 [n]), behind its prompt in
+    `prompts` (int64 [n])."""
+    whole = [torch.cat(both) for both in zip(prompts, replies or own_tokens(answers), strict=True)]
     tokens = pad_sequence(whole, batch_first=True, padding_value=pad_id)
     starts, lengths = (torch.tensor([len(row) for row in side]) for side in (prompts, whole))
     column = torch.arange(tokens.shape[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,13 @@ from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
 from aligner.ops.packing.documents import join_documents, split_documents
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
+from aligner.ops.rl.spans import last_of_spans, sums_to_here
 from aligner.roles.batching import forward_rows
 from aligner.roles.policy import Policy
-from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TrainBatch
+from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TextSpans, TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and terms of two models, a gradient
 
@@ -32,13 +36,19 @@ WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and ter
 @dataclass
 class Teacher:
     """Teacher model. Its logits are never stored, but what they are made of: hidden states, or the logprobs of the
-    most likely tokens (`DistillConfig.top_k`)."""
+    most likely tokens (`DistillConfig.top_k`). With another tokenizer these are logprobs of the text's tokens."""
 
     model: ShardedModel
     batch: BatchConfig
     cfg: DistillConfig
     vocab_size: int  # of the tokens that teacher and student share
     student: Layout | None = None  # that the rows are dealt to, where it is another layout
+    tokenizer: PreTrainedTokenizerBase | None = None  # its own, if it is not the student's
+
+    @property
+    def width(self) -> int:
+        """The numbers of each token in its targets."""
+        return 1 if self.tokenizer is not None else self.cfg.top_k or self.model.cfg.hidden_size
 
     def add_targets(self, rows: TrainBatch) -> TrainBatch:
         """Return the rows with the teacher's targets for the tokens in their loss mask. Collective over the peers, or
@@ -69,6 +79,9 @@ class Teacher:
     def _with_targets(self, rows: TrainBatch) -> TrainBatch:
         parts = split_documents(rows)
         wanted = predicting(parts.loss_mask)
+        if self.tokenizer is not None:
+            outputs = forward_rows(self.model, parts, self.batch, self._likely, wanted=wanted, beyond=(1,))
+            return rows.with_payloads(TeacherTargets(join_documents(outputs, rows)))
         if not self.cfg.top_k:
             shape, dtype = (self.model.cfg.hidden_size,), self.model.dtype
             outputs = forward_rows(
@@ -90,6 +103,11 @@ class Teacher:
             return torch.stack([x.float() for x in most_likely], 1)
 
         return self.model.over_logits(hidden, batch, read, self.batch.logits_bytes)
+
+    def _likely(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """Return [B, T, 1]: the logprobs of the tokens."""
+        logprobs = chosen_logprobs(self.model, hidden, batch, self.batch.logits_bytes, self.cfg.temperature)
+        return logprobs[..., None].float()
 
     def head(self, student: ShardedModel) -> TeacherHead:
         """Return the rows of its output matrix for the student's share of the vocabulary. Collective over the world."""
@@ -123,7 +141,7 @@ def add_targets(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
     numbers = rows.find(TeacherNumbers)
     if numbers is None:
         return teachers[0].add_targets(rows)
-    width, columns = max(t.cfg.top_k or t.model.cfg.hidden_size for t in teachers), {}
+    width, columns = max(teacher.width for teacher in teachers), {}
     for number, teacher in enumerate(teachers):
         own = (numbers.told_by == number).nonzero()[:, 0]
         targets = teacher.add_targets(rows.select(own)).of(TeacherTargets)
@@ -135,14 +153,35 @@ def add_targets(teachers: Sequence[Teacher], rows: TrainBatch) -> TrainBatch:
 
 
 def _behind_own_prompts(teachers: Sequence[Teacher], rows: TrainBatch, own: TeacherRows) -> TrainBatch:
-    """Return the rows with the targets of the teacher's own rows, which have the same answers."""
+    """Return the rows with the targets of the teacher's own rows, which have the same answers. Those of spans are sums
+    over their tokens."""
     others = TrainBatch(own.teacher_tokens, own.teacher_lengths, own.teacher_mask, rows.payloads)
-    there, here = own.teacher_mask.bool(), rows.loss_mask.bool()
+    targets, there, here = (
+        add_targets(teachers, others).of(TeacherTargets),
+        own.teacher_mask.bool(),
+        rows.loss_mask.bool(),
+    )
+    if own.teacher_spans is not None and own.spans is not None:
+        there, here = last_of_spans(own.teacher_spans), last_of_spans(own.spans)
+        targets = TeacherTargets(sums_to_here(targets.teacher[..., 0], own.teacher_spans)[..., None])
+        rows = rows.with_payloads(TextSpans(own.spans))
 
     def moved(name: str, target: Tensor) -> Tensor:
         return target.new_zeros(*here.shape, *target.shape[2:]).index_put_((here,), target[there])
 
-    return rows.with_payloads(add_targets(teachers, others).of(TeacherTargets).mapped(moved))
+    return rows.with_payloads(targets.mapped(moved))
+
+
+def chosen_logprobs(
+    model: ShardedModel, hidden: Tensor, batch: TrainBatch, logits_bytes: int, temperature: float
+) -> Tensor:
+    """Return [B, T]: the logprobs of a micro-batch's tokens over all tokens of the model."""
+    group = model.layout.pgs.tp if model.layout.tensor > 1 else None
+
+    def read(logits: Tensor, targets: Tensor) -> Tensor:
+        return token_logprobs(logits, targets, temperature=temperature, vocab_size=model.cfg.vocab_size, group=group)[0]
+
+    return model.over_logits(hidden, batch, read, logits_bytes)
 
 
 def gathered(rows: TrainBatch, layout: Layout) -> tuple[TrainBatch, int]:
@@ -186,7 +225,7 @@ class StudentOutputs(NamedTuple):
     divergence: Tensor
     kl: Tensor  # KL(teacher, student)
     entropy: Tensor  # of the teacher
-    agreement: Tensor  # 1 where the most likely token of the one is that of the other
+    agreement: Tensor | None  # 1 where the most likely token of the one is that of the other; not of spans
     logprobs: Tensor | None  # with sft_coef
     mass: Tensor | None  # with top_k: the teacher's probability of its k tokens
 
@@ -194,7 +233,7 @@ class StudentOutputs(NamedTuple):
 @dataclass
 class Student(Policy):
     """A policy that learns from teachers' targets for its rows: with `heads` from hidden states, else from their most
-    likely tokens."""
+    likely tokens, or spans of text."""
 
     cfg: DistillConfig | None = None
     vocab_size: int = 0
@@ -204,7 +243,7 @@ class Student(Policy):
         if not update:
             return super()._outputs(hidden, batch, update)
         cfg, group = self.cfg, self.model.layout.pgs.tp if self.model.layout.tensor > 1 else None
-        divergence = Divergence(cfg.kind, cfg.beta)
+        divergence, known = Divergence(cfg.kind, cfg.beta), batch.of(TeacherTargets)
         shared = {"vocab_size": self.vocab_size, "group": group}
         tempered = shared | {"temperature": cfg.temperature}
 
@@ -221,15 +260,23 @@ class Student(Policy):
             hits = greedy_hits(logits, best[:, 0], **shared)
             return torch.stack([*divergence_terms, hits, *likely(logits, targets)], 1)
 
-        def top(logits: Tensor, targets: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
-            compared = bucketed(logprobs, logprobs_at(logits, ids, **tempered), cfg.outside)
+        def over_few(theirs: Tensor, own: Tensor) -> list[Tensor]:
+            compared = bucketed(theirs, own, cfg.outside)
             logp, logq = compared[0], compared[1].detach()
             kl, entropy = (logp.exp() * (logp - logq)).sum(-1), -(logp.exp() * logp).sum(-1)
-            value, hits = divergence.terms(*compared).sum(-1), greedy_hits(logits, ids[:, 0], **shared)
-            mass = logprobs.exp().sum(-1)
-            return torch.stack([value, kl, entropy, hits, *likely(logits, targets), mass], 1)
+            return [divergence.terms(*compared).sum(-1), kl, entropy]
 
-        known, numbers = batch.of(TeacherTargets), batch.find(TeacherNumbers)
+        def top(logits: Tensor, targets: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
+            compared, hits = (
+                over_few(logprobs, logprobs_at(logits, ids, **tempered)),
+                greedy_hits(logits, ids[:, 0], **shared),
+            )
+            return torch.stack([*compared, hits, *likely(logits, targets), logprobs.exp().sum(-1)], 1)
+
+        if (text := batch.find(TextSpans)) is not None:
+            own = chosen_logprobs(self.model, hidden, batch, self.batch.logits_bytes, cfg.temperature)
+            return StudentOutputs(*over_few(known.teacher, sums_to_here(own, text.spans)[..., None]), None, None, None)
+        numbers = batch.find(TeacherNumbers)
         if cfg.top_k:
             how = {"read": top, "beside": (known.teacher, known.teacher_ids)}
         else:

@@ -17,6 +17,7 @@ from aligner.errors import ConfigError
 
 if __package__ == "aligner.stages":  # the configuration, which reads only STAGE, must not wait for torch
     import torch.distributed as dist
+    from torch import Tensor
 
     from aligner.algorithms.first_step import FirstStepChecks
     from aligner.builders.answers import make_answer_evaluation
@@ -31,10 +32,11 @@ if __package__ == "aligner.stages":  # the configuration, which reads only STAGE
     from aligner.data.batches import BatchSource
     from aligner.data.collate import collate_sft
     from aligner.ops.rl.aggregate import aggregate, denominator
+    from aligner.ops.rl.spans import last_of_spans
     from aligner.roles.teacher import Student, StudentOutputs, Teacher, add_targets
     from aligner.rollout.own_answers import OwnAnswers
     from aligner.run.loop import Run
-    from aligner.types import LossOutput, TrainBatch
+    from aligner.types import LossOutput, TextSpans, TrainBatch
 
 
 def other_models(cfg: Config) -> tuple[str, ...]:
@@ -151,12 +153,13 @@ def distill(
 def distill_loss(
     minibatch: TrainBatch, cfg: DistillConfig, group: dist.ProcessGroup
 ) -> Callable[[StudentOutputs, TrainBatch], LossOutput]:
-    """Return the mean divergence over the masked tokens of the whole minibatch, plus `sft_coef` times their mean
-    negative log-likelihood."""
-    tokens = denominator(minibatch.loss_mask, "token_mean", group=group)
+    """Return the mean divergence over the masked tokens of the whole minibatch, or its spans of text, plus `sft_coef`
+    times their mean negative log-likelihood."""
+    tokens = denominator(compared(minibatch), "token_mean", group=group)
 
     def loss(out: StudentOutputs, batch: TrainBatch) -> LossOutput:
-        mask, count = batch.loss_mask, batch.loss_mask.sum()
+        mask = compared(batch)
+        count = mask.sum()
         each = out.divergence
         if out.logprobs is not None:
             each = each - cfg.sft_coef * out.logprobs
@@ -165,11 +168,20 @@ def distill_loss(
             "distill/divergence": out.divergence,
             "distill/kl": out.kl,
             "distill/teacher_entropy": out.entropy,
-            "distill/agreement": out.agreement,
         }
+        values |= {"distill/agreement": out.agreement} if out.agreement is not None else {}
         values |= {"distill/nll": -out.logprobs} if out.logprobs is not None else {}
         values |= {"distill/top_k_mass": out.mass} if out.mass is not None else {}
         means = {name: ((x.detach() * mask).sum(), count) for name, x in values.items()}
+        if (text := batch.find(TextSpans)) is not None:
+            aligned, every = (text.spans > 0).sum(), batch.loss_mask.sum()
+            means |= {"distill/span_tokens": (aligned, count), "distill/unaligned_fraction": (every - aligned, every)}
         return LossOutput(aggregate(each, mask, "token_mean", tokens), means)
 
     return loss
+
+
+def compared(batch: TrainBatch) -> Tensor:
+    """Return float32 [B, T]: 1 at the tokens whose divergence counts, the last ones of spans if texts are compared."""
+    text = batch.find(TextSpans)
+    return batch.loss_mask if text is None else last_of_spans(text.spans).float()

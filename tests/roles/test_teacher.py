@@ -1,6 +1,7 @@
 """A teacher of another layout than its student's, on the same ranks, or one of several: what it says of a row is the
 same."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from aligner.roles.teacher import Student, Teacher, add_targets
 from aligner.stages.distill import distill_loss
 from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TrainBatch
 from tests.megatron.models import build
-from tests.tiny import MODELS, SGD, batch, wild_source
+from tests.tiny import MODELS, SGD, batch, spanned, wild_source
 
 pytestmark = pytest.mark.multirank
 ONE, TP2, PP2, CP2 = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(context=2)
@@ -188,3 +189,88 @@ def test_the_student_learns_what_the_teacher_says_behind_its_own_prompt(ranks, t
             assert (out["loss"], out["norm"]) == pytest.approx((base["loss"], base["norm"]), rel=1e-4)
             for row, targets in out["rows"].items():
                 torch.testing.assert_close(targets, base["rows"][row], atol=1e-4, rtol=1e-4)
+
+
+def spans_of_text(own: ParallelConfig, theirs: ParallelConfig) -> dict:
+    """An update by a teacher's logprobs of spans of text: what it counts, and {row: targets}; on one rank the same by a
+    loop over spans in float64."""
+    cfg, answer = MODELS["qwen3"], DistillConfig(kind="jsd", beta=0.3, temperature=1.5)
+    student, numbers = build(cfg, own, optim=SGD), BatchConfig(micro_batch_samples=2, logprob_tokens=40)
+    shape = replace(cfg, num_layers=4, hidden_size=48, tie_embeddings=False, vocab_size=67)
+    model, layout = build(shape, theirs, source=wild_source(shape, 5)), student.layout
+    other = None if own == theirs else layout
+    teacher = Teacher(model, numbers, answer, cfg.vocab_size, other, tokenizer=object())
+    prompts = [torch.arange(1, 4 + 3 * i) for i in range(7)]
+    edges = [7 * rank // layout.data for rank in range(layout.data + 1)]
+    own_slots = range(*edges[layout.dp_rank : layout.dp_rank + 2])
+    plain = batch(cfg, rows=7).select(torch.tensor(own_slots)).trim()
+    plain = spanned(plain, [prompts[i] for i in own_slots], shape.vocab_size)
+    rows = add_targets([teacher], plain)
+    targets, whole = rows.of(TeacherTargets).teacher[..., 0], plain.of(TeacherRows)
+    result = {"rows": {row: targets[i][targets[i] != 0] for i, row in enumerate(own_slots)}}
+    if dist.get_world_size() == 1:
+        terms = []
+        for i in range(7):
+            width, spans = int(whole.teacher_lengths[i]), (whole.spans[i], whole.teacher_spans[i])
+            lines = (plain.tokens[i, : plain.lengths[i]], whole.teacher_tokens[i, :width])
+            logprobs = [chosen(sharded, line) for sharded, line in zip((student, model), lines, strict=True)]
+            for n in range(1, int(spans[0].max()) + 1):
+                q, p = (float(x[(side == n)[: len(x)]].sum().exp()) for x, side in zip(logprobs, spans, strict=True))
+                pairs = [(p, q, 0.3 * p + 0.7 * q), (1 - p, 1 - q, 1 - 0.3 * p - 0.7 * q)]
+                terms.append(sum(0.3 * a * math.log(a / m) + 0.7 * b * math.log(b / m) for a, b, m in pairs))
+        result["oracle"] = sum(terms) / len(terms)
+        result["unaligned"] = 1 - float((whole.spans > 0).sum() / plain.loss_mask.sum())
+    learner = Student(student, numbers, cfg=answer, vocab_size=cfg.vocab_size)
+    stats = learner.update(rows, distill_loss(rows, answer, layout.pgs.dp))
+    return (
+        result
+        | {name: stats[f"distill/{name}"] for name in ("loss", "kl", "span_tokens", "unaligned_fraction")}
+        | {"norm": stats["policy/grad_norm"]}
+    )
+
+
+def chosen(model, tokens: torch.Tensor) -> torch.Tensor:
+    """[T]: float64 logprobs of the tokens of a row at temperature 1.5, 0 for the first."""
+    logits = hidden(model, tokens).double() @ model.head_weight.double().T / 1.5
+    logits = logits[1:, : model.cfg.vocab_size]  # `hidden` has at t what predicts token t
+    return torch.cat([torch.zeros(1), logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]])
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("own, theirs", [(ONE, ONE), (ONE, TP2), (TP2, ONE), (PP2, TP2), (CP2, CP2)])
+def test_a_student_learns_how_likely_spans_of_text_are(ranks, own, theirs):
+    """To a teacher with other tokens: against a loop in float64, and in other layouts of either."""
+    base = ranks.run(spans_of_text, world=1, own=ONE, theirs=ONE)[0]
+    assert base["loss"] == pytest.approx(base["oracle"], rel=1e-5) and 0 < base["unaligned"] < 0.5
+    assert base["unaligned_fraction"] == pytest.approx(base["unaligned"]) and 1 < base["span_tokens"] < 2
+    results = ranks.run(spans_of_text, world=2, own=own, theirs=theirs)
+    assert set().union(*(out["rows"] for out in results)) == set(range(7))
+    for out in results:
+        for name in ("loss", "kl", "norm", "span_tokens", "unaligned_fraction"):
+            assert out[name] == pytest.approx(base[name], rel=1e-4), name
+        for row, targets in out["rows"].items():
+            torch.testing.assert_close(targets, base["rows"][row], atol=1e-4, rtol=1e-4)
+
+
+def tokens_as_spans(kind: str) -> None:
+    """With the same tokens, spans of one token each have the loss and gradient of `top_k` with one token, the answer's
+    in place of the teacher's most likely."""
+    answer, cfg, numbers = DistillConfig(kind=kind, temperature=1.5), MODELS["qwen3"], BatchConfig()
+    shape, results = replace(cfg, num_layers=4), []
+    model, plain = build(shape, ONE, source=wild_source(shape, 5)), batch(cfg, rows=5)
+    own = behind([plain.tokens[i, :1] for i in range(5)], plain, 0)
+    spans, theirs = ((x.cumsum(1) * x).long() for x in (plain.loss_mask, own.teacher_mask))
+    rows = plain.with_payloads(replace(own, spans=spans, teacher_spans=theirs))
+    rows = add_targets([Teacher(model, numbers, answer, cfg.vocab_size, tokenizer=object())], rows)
+    targets = replace(rows.of(TeacherTargets), teacher_ids=rows.tokens[..., None])
+    for batched, each in ((rows, answer), (plain.with_payloads(targets), replace(answer, top_k=1))):
+        learner = Student(build(cfg, ONE, optim=SGD), numbers, cfg=each, vocab_size=cfg.vocab_size)
+        results.append(learner.update(batched, distill_loss(batched, each, model.layout.pgs.dp)))
+    assert results[0]["distill/span_tokens"] == 1 and results[0]["distill/unaligned_fraction"] == 0
+    for name in ("distill/loss", "distill/kl", "distill/teacher_entropy", "policy/grad_norm"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+def test_spans_of_one_token_are_as_tokens(ranks, kind):
+    ranks.run(tokens_as_spans, world=1, kind=kind)
