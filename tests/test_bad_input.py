@@ -151,8 +151,22 @@ CASES = {
         ["algorithm.distill.teacher={sft}", "model.tokenizer={x}/swapped"],
         ConfigError,
         2,
-        ["algorithm.distill.teacher=", "the student's tokenizer", "259 of them the same"],
+        ["algorithm.distill.teacher=", "the student's tokenizer", "259 of them the same", "teacher_prompt={prompt}"],
     ),
+    **{
+        f"{key} with a teacher of another tokenizer": (
+            "distill",
+            [
+                "algorithm.distill={teacher: {sft}, on_policy: 1, teacher_prompt: '{prompt}', kind: reverse_kl}",
+                f"algorithm.distill.{key}={value}",
+                "model.tokenizer={x}/swapped",
+            ],
+            ConfigError,
+            2,
+            [f"algorithm.distill.{key}=", f"{wanted} with algorithm.distill.teacher=", "259 of them the same"],
+        )
+        for key, value, wanted in (("top_k", "3", "0"), ("kind", "jsd", "reverse_kl"), ("temperature", "2", "1.0"))
+    },
     "a teacher of a name that is not there": (
         "distill",
         ["algorithm.distill.teachers={a: {sft}, b: {x}/nobody}"],

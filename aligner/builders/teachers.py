@@ -92,9 +92,14 @@ def _teacher(job: Job, path: str, key: str) -> InitialModel:
             hint += f". To compare spans of text instead: {KEY}.teacher_prompt={{prompt}} and {KEY}.on_policy=1"
             expected = "a teacher with the student's tokenizer: distributions are over its tokens"
             raise ConfigError(key, path, expected, hint)
-        if job.cfg.algorithm.distill.top_k:
-            expected = f"0 with {key}={path}, whose tokenizer is not the student's: they have no distribution in common"
-            raise ConfigError(f"{KEY}.top_k", job.cfg.algorithm.distill.top_k, expected, hint)
+        cfg, with_it = job.cfg.algorithm.distill, f"with {key}={path}, whose tokenizer is not the student's"
+        for name, value, wanted, why in (
+            ("top_k", cfg.top_k, 0, "it says how likely a whole text is"),
+            ("kind", cfg.kind, "reverse_kl", "others need its distribution over the student's tokens"),
+            ("temperature", cfg.temperature, job.cfg.sampling.temperature, "as sampling.temperature"),
+        ):
+            if value != wanted:
+                raise ConfigError(f"{KEY}.{name}", value, f"{wanted} {with_it}: {why}", hint)
         job.say(f"{key}: another tokenizer, so spans of text are compared: {hint}")
     return initial
 

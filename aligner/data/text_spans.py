@@ -7,6 +7,7 @@ teacher   |Hello| |world|<|im_end|>|
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -58,13 +59,12 @@ class TokenBytes:
 
     def pieces(self, ids: Sequence[int], begins: bool = False) -> list[bytes]:
         """Return what each token of an answer writes; a last token that ends turns, END. `begins`: without the blank
-        that decoders leave out before a text."""
-        pieces = [self._bytes[number] for number in ids]
-        if pieces and ids[-1] in self.stops:
-            pieces[-1] = END
+        that decoders leave out before a text. Bytes that are no UTF-8 write U+FFFD, as in the text that is decoded."""
+        ended = bool(ids) and ids[-1] in self.stops
+        pieces = [self._bytes[number] for number in (ids[:-1] if ended else ids)]
         if begins and self._drops_blank and pieces:
             pieces[0] = pieces[0].removeprefix(b" ")
-        return pieces
+        return [*_as_text(pieces), END] if ended else _as_text(pieces)
 
 
 def _byte_level() -> dict[str, int]:
@@ -81,17 +81,36 @@ def _sentence_piece(piece: str) -> bytes:
     return piece.replace(BLANK, " ").encode()
 
 
+def _as_text(pieces: list[bytes]) -> list[bytes]:
+    """Return the pieces with U+FFFD for each run of bytes that a decoder replaces, in the piece where it begins."""
+    whole, start, runs = b"".join(pieces), 0, []
+    while True:
+        try:
+            whole[start:].decode()
+            break
+        except UnicodeDecodeError as error:
+            runs.append((start + error.start, start + error.end))
+            start = runs[-1][1]
+    if not runs:
+        return pieces
+    each = [whole[i : i + 1] for i in range(len(whole))]
+    for first, last in runs:
+        each[first:last] = ["\ufffd".encode(), *[b""] * (last - first - 1)]
+    edges = list(accumulate(map(len, pieces), initial=0))
+    return [b"".join(each[first:last]) for first, last in pairwise(edges)]
+
+
 def text_of(pieces: Sequence[bytes]) -> str:
-    """Return the text of an answer, without an END. What is not UTF-8 becomes U+FFFD."""
-    return b"".join(pieces).removesuffix(END).decode("utf-8", "replace")
+    """Return the text of an answer, without an END."""
+    return b"".join(pieces).removesuffix(END).decode()
 
 
 def common_spans(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Return for each token the number of its span, from 1 on, and 0 for none: int64 [tokens] of both sides.
 
     A span is the shortest text that begins and ends where tokens of both do. The first difference of the two texts ends
-    the last span, since models that have read different texts are not compared. The rest of a text without END has none
-    from the last boundary before its end: another token may go on there.
+    the last span, since models that have read different texts are not compared. Without END, what is behind the last
+    boundary before the end of the student's text has none: the teacher's token there may be a longer one.
     """
     ours, theirs = b"".join(student), b"".join(teacher)
     both = enumerate(zip(ours, theirs, strict=False))

@@ -22,6 +22,7 @@ from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
 from aligner.ops.packing.documents import join_documents, split_documents
 from aligner.ops.packing.needed import predicting
 from aligner.ops.rl.accuracy import greedy_hits
+from aligner.ops.rl.kl import kl_estimate
 from aligner.ops.rl.spans import last_of_spans, sums_to_here
 from aligner.roles.batching import forward_rows
 from aligner.roles.policy import Policy
@@ -223,11 +224,11 @@ class StudentOutputs(NamedTuple):
     """Numbers per token, all [B, T]; index t belongs to tokens[:, t]. Divergence and logprobs have a gradient."""
 
     divergence: Tensor
-    kl: Tensor  # KL(teacher, student)
-    entropy: Tensor  # of the teacher
-    agreement: Tensor | None  # 1 where the most likely token of the one is that of the other; not of spans
-    logprobs: Tensor | None  # with sft_coef
-    mass: Tensor | None  # with top_k: the teacher's probability of its k tokens
+    kl: Tensor | None = None  # KL(teacher, student); of spans of text it is not known, as the next two
+    entropy: Tensor | None = None  # of the teacher
+    agreement: Tensor | None = None  # 1 where the most likely token of the one is that of the other
+    logprobs: Tensor | None = None  # with sft_coef
+    mass: Tensor | None = None  # with top_k: the teacher's probability of its k tokens
 
 
 @dataclass
@@ -260,22 +261,17 @@ class Student(Policy):
             hits = greedy_hits(logits, best[:, 0], **shared)
             return torch.stack([*divergence_terms, hits, *likely(logits, targets)], 1)
 
-        def over_few(theirs: Tensor, own: Tensor) -> list[Tensor]:
-            compared = bucketed(theirs, own, cfg.outside)
+        def top(logits: Tensor, targets: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
+            compared = bucketed(logprobs, logprobs_at(logits, ids, **tempered), cfg.outside)
             logp, logq = compared[0], compared[1].detach()
             kl, entropy = (logp.exp() * (logp - logq)).sum(-1), -(logp.exp() * logp).sum(-1)
-            return [divergence.terms(*compared).sum(-1), kl, entropy]
-
-        def top(logits: Tensor, targets: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
-            compared, hits = (
-                over_few(logprobs, logprobs_at(logits, ids, **tempered)),
-                greedy_hits(logits, ids[:, 0], **shared),
-            )
-            return torch.stack([*compared, hits, *likely(logits, targets), logprobs.exp().sum(-1)], 1)
+            value, hits = divergence.terms(*compared).sum(-1), greedy_hits(logits, ids[:, 0], **shared)
+            mass = logprobs.exp().sum(-1)
+            return torch.stack([value, kl, entropy, hits, *likely(logits, targets), mass], 1)
 
         if (text := batch.find(TextSpans)) is not None:
-            own = chosen_logprobs(self.model, hidden, batch, self.batch.logits_bytes, cfg.temperature)
-            return StudentOutputs(*over_few(known.teacher, sums_to_here(own, text.spans)[..., None]), None, None, None)
+            logprobs = chosen_logprobs(self.model, hidden, batch, self.batch.logits_bytes, cfg.temperature)
+            return StudentOutputs(kl_estimate(sums_to_here(logprobs, text.spans), known.teacher[..., 0], "k1+"))
         numbers = batch.find(TeacherNumbers)
         if cfg.top_k:
             how = {"read": top, "beside": (known.teacher, known.teacher_ids)}

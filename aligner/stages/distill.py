@@ -168,11 +168,11 @@ def distill_loss(
             "distill/divergence": out.divergence,
             "distill/kl": out.kl,
             "distill/teacher_entropy": out.entropy,
+            "distill/agreement": out.agreement,
+            "distill/nll": None if out.logprobs is None else -out.logprobs,
+            "distill/top_k_mass": out.mass,
         }
-        values |= {"distill/agreement": out.agreement} if out.agreement is not None else {}
-        values |= {"distill/nll": -out.logprobs} if out.logprobs is not None else {}
-        values |= {"distill/top_k_mass": out.mass} if out.mass is not None else {}
-        means = {name: ((x.detach() * mask).sum(), count) for name, x in values.items()}
+        means = {name: ((x.detach() * mask).sum(), count) for name, x in values.items() if x is not None}
         if (text := batch.find(TextSpans)) is not None:
             aligned, every = (text.spans > 0).sum(), batch.loss_mask.sum()
             means |= {"distill/span_tokens": (aligned, count), "distill/unaligned_fraction": (every - aligned, every)}

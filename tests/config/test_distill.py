@@ -35,6 +35,8 @@ def test_recipes_set_teacher_and_divergence():
     assert own == DistillConfig(kind="reverse_kl", on_policy=1.0)
     opsd = compose(["experiment=opsd"]).algorithm.distill
     assert (opsd.kind, opsd.beta, opsd.on_policy) == ("jsd", 0.5, 1.0) and "{answer}" in opsd.teacher_prompt
+    other = compose(["experiment=kd_tokenizer"]).algorithm.distill
+    assert other == DistillConfig(kind="reverse_kl", on_policy=1.0, teacher_prompt="{prompt}")
     sdpo = compose(["experiment=sdpo"])
     assert sdpo.algorithm.distill.own_teacher and sdpo.algorithm.distill.of_group and sdpo.ema.decay == 0.99
     assert (sdpo.algorithm.distill.models(), sdpo.algorithm.distill.kind, sdpo.batch.group) == ({}, "reverse_kl", 8)

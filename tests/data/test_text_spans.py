@@ -140,10 +140,18 @@ def test_a_text_without_an_end_and_a_teacher_without_room():
     assert [x.tolist() for x in common_spans(words, words)] == [[1, 2, 0], [1, 2, 0]]
     assert [x.tolist() for x in common_spans([*words, END], words[:2])] == [[1, 2, 0, 0], [1, 2]]
     assert [x.tolist() for x in common_spans([*words, END], [])] == [[0, 0, 0, 0], []]
-    assert [x.tolist() for x in common_spans([b"so", b"\xff", b"x", END], [b"so", "\ufffd".encode(), b"x", END])] == [
-        [1, 0, 0, 0],
-        [1, 0, 0, 0],
-    ]
+    assert [x.tolist() for x in common_spans([b"so", b"X", b"x", END], [b"so", b"x", b"x", END])] == [[1, 0, 0, 0]] * 2
+
+
+def test_bytes_that_are_no_text_are_what_the_teacher_reads_for_them(kinds):
+    """A run of such bytes is a span with the teacher's tokens of U+FFFD: a student cannot hide in them."""
+    (tokenizer, written), other = kinds["byte"], kinds["chatml"]
+    number = {value: key for key, value in enumerate(written._bytes)}
+    ids = [number[bytes([byte])] for byte in b"a\xe6\xbc\xffb\xc3"] + [tokenizer.eos_token_id]
+    assert written.pieces(ids) == [b"a", "\ufffd".encode(), b"", "\ufffd".encode(), b"b", "\ufffd".encode(), END]
+    (answer,) = OtherTokenizer(other[0], written, other[1], 99).encoded([ids], [0])
+    assert other[0].decode(answer.tokens) == "a\ufffd\ufffdb\ufffd<|im_end|>"
+    assert answer.spans.tolist() == [1, 2, 2, 3, 4, 5, 6] and answer.teacher_spans[-1] == 6
 
 
 def test_tokenizers_whose_tokens_are_not_their_text_are_refused(byte):
