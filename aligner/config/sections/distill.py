@@ -28,8 +28,8 @@ def _inside(beta: float) -> bool:
 class DistillConfig(Section, key=KEY):
     teacher: str = key(
         "",
-        "Teacher: a Hugging Face folder, run folder or checkpoint, with the student's tokenizer unless `teacher_prompt` is "
-        "set. self: the student, with its averaged weights where `ema.decay` is set.",
+        "Teacher: a Hugging Face folder, run folder or checkpoint, with the student's tokenizer unless there is a "
+        "`teacher_prompt`. self: the student, with its averaged weights where `ema.decay` is set.",
         resume=IGNORE,
     )
     teachers: dict[str, str] = key({}, "Map of names to folders, for rows that name their teacher.", resume=IGNORE)
