@@ -131,7 +131,8 @@ def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) ->
 
 
 def make_refit(job: Job, model: ShardedModel) -> Refit:
-    return Refit(model, _engine(job, generating(model.cfg)), job.cfg.refit, skip=job.cfg.debug.skip_refit)
+    shape = generating(model.cfg, job.cfg.engine.reads_ahead)
+    return Refit(model, _engine(job, shape), job.cfg.refit, skip=job.cfg.debug.skip_refit, shape=shape)
 
 
 def make_verifier(job: Job, refit: Refit, policy: Policy, prompts: PromptDataset | PromptMixture) -> Verifier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from aligner.builders.data import make_ptx
@@ -42,13 +43,12 @@ def make_model(
     """Make a model to train for `steps` optimizer steps with `optim`, else a frozen one, on `layout` or the job's
     layout. Its adapters, if it has some, start with `factors`; its other weights are those of `trunk`, if set."""
     batch, source, layout = job.cfg.batch, trunk or initial.source(head), layout or job.layout
-    shape = generating(initial.config) if optim is None else initial.config
     rows = {"packed": batch.packing, "share": batch.share_prompts, "logits_bytes": batch.logits_bytes}
     rows |= {"seed": job.cfg.seed, "restore": None if trunk else partial(_restore, initial), "factors": factors}
     if optim is not None and initial.config.megatron.get("tp_comm_overlap"):
         make_buffers = on_demand("model.megatron.tp_comm_overlap")
         rows["buffers"] = make_buffers(initial.config, layout, job.dtype, batch.micro_batch_tokens)
-    model = ShardedModel(shape, layout, head, job.dtype, job.device, source, optim, steps, **rows)
+    model = ShardedModel(initial.config, layout, head, job.dtype, job.device, source, optim, steps, **rows)
     if model.adapted is not None:
         job.built.frozen.append(initial.weights)
         job.say(described(initial.config, head.kind, head.outputs))
@@ -94,7 +94,8 @@ def make_reference(job: Job, policy: Policy | None = None) -> Reference:
     model without them."""
     if policy is not None and policy.model.adapted is not None:
         return AdapterReference(policy.model, policy.batch, policy.temperature)
-    model = job.built.models["reference"] = make_model(job, job.initial, Head(), None, 0)
+    initial = replace(job.initial, config=generating(job.initial.config))
+    model = job.built.models["reference"] = make_model(job, initial, Head(), None, 0)
     return Reference(model, job.cfg.batch, _temperature(job.cfg))
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 def serve(job: Job) -> int:
     """Do what the trainer's ranks order, until they end; returns the exit code."""
-    cfg, bridge, model = job.cfg, job.bridge, generating(job.initial.config)
+    cfg, bridge = job.cfg, job.bridge
+    model = generating(job.initial.config, cfg.engine.reads_ahead)
     assert bridge is not None
     bridge.signal = lambda: job.boundary.signals.received
     engine = job.built.engines[POLICY] = _engine(job, model)

@@ -43,10 +43,18 @@ CAUSE_KEY = "aligner/refit/cause"  # in the store that all ranks share
 
 class Refit:
     """A weight sync, called once per rollout: afterwards this rank's engine holds the trainer's weights and their
-    version."""
+    version. `shape`: the model that the engine has, if not as the trainer's without layers that only it learns."""
 
-    def __init__(self, model: ShardedModel, engine: RolloutEngine, config: RefitConfig, skip: bool = False):
+    def __init__(
+        self,
+        model: ShardedModel,
+        engine: RolloutEngine,
+        config: RefitConfig,
+        skip: bool = False,
+        shape: ModelConfig | None = None,
+    ):
         self.model, self.engine, self.config = model, engine, config
+        self.shape = shape or generating(model.cfg)
         self.skip = skip  # test hook `debug.skip_refit`: the engine keeps its first weights
         self.checksums: dict[str, int] = {}
         self._hold, self._cause = False, ""
@@ -61,7 +69,7 @@ class Refit:
                 self._bridge.order("plan")
             self.exchange = self._plan(engine)
         else:
-            self.stream = WeightStream(model, config.bucket_bytes, generating(model.cfg))
+            self.stream = WeightStream(model, config.bucket_bytes, self.shape)
 
     def _plan(self, engine: RolloutEngine) -> Exchange | FactorExchange:
         """Plan the exchange. Engines are on the trainer's ranks or on those after them, neighbours sharing one."""
@@ -73,7 +81,7 @@ class Refit:
         else:
             engines = EngineGrid(self._bridge.engines, self._bridge.filled_together)
         dtypes = model.dtype, engine.dtype
-        exchange = planned(trainer, engines, generating(model.cfg), dtypes, model.device, self.config, self._bridge)
+        exchange = planned(trainer, engines, self.shape, dtypes, model.device, self.config, self._bridge)
         exchange.lasting = model.adapted is None
         named, cause = self._parameters, ""
         held = {t.spec.canonical for t in exchange.plan.tensors if layout.pp_rank in trainer.stages(t)}

@@ -67,11 +67,18 @@ def test_what_is_detached_changes_nothing_else(data, tmp_path):
 
 
 def test_a_policys_layer_learns_from_its_answers(data, taught, tmp_path):
-    """The engine has no such layer, and gets the rest."""
-    options = [f"model.init={taught / 'hf'}", AHEAD, "run.steps=2", "refit.verify=checksum"]
-    run = stages.stage("grpo", data, tmp_path, *options)
-    records = stages.records(run)
-    assert records[-1]["refit/sentinel_error"] < 1e-5 and records[-1]["mtp/loss"] > 0
+    """The engine gets it only if it drafts with it, which changes no answer."""
+    options, runs = [f"model.init={taught / 'hf'}", AHEAD, "run.steps=2", "refit.verify=checksum"], {}
+    options += ["sampling.temperature=0.5", "sampling.max_response_tokens=10"]
+    for count in (0, 2):
+        run = stages.stage("grpo", data, tmp_path / str(count), *options, f"engine.draft_tokens={count}")
+        runs[count] = stages.records(run)
+    for plain, record in zip(*runs.values(), strict=True):
+        assert record["refit/sentinel_error"] < 1e-5 and record["mtp/loss"] > 0
+        for name in ("reward/mean", "response/tokens_mean", "mtp/loss"):
+            assert record[name] == pytest.approx(plain[name], rel=1e-4), name
+        assert record["engine/draft_acceptance_rate"] > 0 and "engine/decode_passes" not in plain
+        assert record["refit/bytes"] > plain["refit/bytes"]
     before, after = (load_file(folder / "hf" / "model.safetensors") for folder in (taught, run))
     changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
     assert {"model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight"} <= changed

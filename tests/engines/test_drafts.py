@@ -3,22 +3,49 @@
 import random
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
+from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.mtp import MtpConfig
+from aligner.engines.native.ahead import AheadDrafts
 from aligner.engines.native.drafts import LONGEST, SHORTEST, PromptLookup
 from aligner.engines.native.fleet import FleetEngine
 from aligner.engines.native.graphs import DecodeGraphs
+from aligner.engines.native.load import engine_from_folder
+from aligner.engines.native.sampler import uniforms
 from aligner.engines.quantized import QuantizedEngine, make_quantizer
 from aligner.errors import ConfigError, EngineError
+from aligner.models.safetensors_io import write_hf
 from aligner.types import SamplingParams
 from tests.engines import test_fleet, test_pages, test_prefixes, test_windows
-from tests.engines.contract import LLAMA, PROMPTS, fill, hf_weights, reference, responses, seeds_for
+from tests.engines.contract import LLAMA, PROMPTS, hf_weights, reference, responses, seeds_for
 from tests.engines.graph_recorder import CpuRecorder
 from tests.engines.test_pages import FAMILIES, make
+from tests.megatron.test_mtp import Oracle
+from tests.tiny import MORE
 
 COUNT = 4
+AHEAD = {f"{name}-mtp": replace(MORE[name], mtp=MtpConfig(1)) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")}
+
+
+def like_the_model(name, weight):
+    """Change weights so that what follows a token depends little on those before it, and the layer for multi-token
+    prediction predicts it from the token alone."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return 0.4 * weight
+    if name == "model.norm.weight" or name.endswith("shared_head.norm.weight"):
+        return torch.ones_like(weight)
+    if name.endswith("eh_proj.weight"):
+        return 0.6 * torch.cat([torch.eye(len(weight)), torch.zeros_like(weight[:, len(weight) :])], 1)
+    return weight * (1 + 3 * (name == "lm_head.weight" or "embed_tokens" in name))
+
+
+# by source: an engine that drafts from it, or without `draft_tokens` one with the same weights
+SOURCES = {"lookup": partial(make, LLAMA), "mtp": partial(make, AHEAD["glm4_moe-mtp"], change=like_the_model)}
+from_each = pytest.mark.parametrize("engine_of", SOURCES.values(), ids=SOURCES)
 SAMPLING = SamplingParams(30, temperature=0.4, stop_token_ids=(3, 11))  # cold: rows repeat themselves
 
 
@@ -41,10 +68,19 @@ def saved(engine, other):
     assert stats.steps <= other.stats.steps
 
 
-@pytest.mark.parametrize("name", [name for name, cfg in FAMILIES.items() if not cfg.traits.linear + cfg.traits.entries])
+def weights_of(engine):
+    shapes = engine.model.shapes
+    return {name: view.clone().reshape(shapes[name]) for name, view in engine.model.views.items()}
+
+
+GOING_BACK = {name: cfg for name, cfg in FAMILIES.items() if not cfg.traits.linear + cfg.traits.entries} | AHEAD
+
+
+@pytest.mark.parametrize("name", GOING_BACK)
 def test_samples_are_those_without_drafts(name):
-    cfg, seeds = FAMILIES[name], seeds_for(PROMPTS, 3)
-    reports, page = bool(cfg.moe.num_experts), 4 * (name in ("llama", "gemma4", "deepseek_v3"))
+    cfg, seeds = GOING_BACK[name], seeds_for(PROMPTS, 3)
+    reports, page = bool(cfg.moe.num_experts), 4 * (name in ("llama", "gemma4", "deepseek_v3", *AHEAD))
+    make = partial(test_pages.make, change=like_the_model) if cfg.mtp.layers else test_pages.make
     sampling = replace(SAMPLING, temperature=0.1) if name.startswith("gemma") else SAMPLING
     plain, engine = (make(cfg, reports=reports, page_tokens=page, draft_tokens=n) for n in (0, COUNT))
     agree(
@@ -53,6 +89,10 @@ def test_samples_are_those_without_drafts(name):
         1e-5 / sampling.temperature**2,
     )
     saved(engine, plain)
+    if cfg.mtp.layers:  # drafts do not depend on pages, either, which samples of a prompt share
+        whole = make(cfg, reports=reports, draft_tokens=COUNT)
+        whole.generate(PROMPTS, seeds, sampling)
+        assert replace(whole.stats, cache_usage=0) == replace(engine.stats, cache_usage=0)
 
 
 SAMPLINGS = {
@@ -64,10 +104,11 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_many_seeds(sampling):
+@pytest.mark.parametrize("source, kind", [*product(["lookup"], SAMPLINGS), ("mtp", "cuts"), ("mtp", "stop strings")])
+def test_many_seeds(source, kind):
     """Rows end in the middle of a draft, by their length, a token or a text."""
-    outputs, engines = [], [make(LLAMA, draft_tokens=n) for n in (0, COUNT)]
+    sampling, engine_of = SAMPLINGS[kind], SOURCES[source]
+    outputs, engines = [], [engine_of(draft_tokens=n) for n in (0, COUNT)]
     for engine in engines:
         engine._decode = test_fleet.letters
         outputs.append(engine.generate(PROMPTS, seeds_for(PROMPTS, 16), sampling))
@@ -75,20 +116,26 @@ def test_many_seeds(sampling):
     assert sampling.max_response_tokens == 1 or saved(*engines[::-1]) is None
 
 
-def test_quantised_weights_and_other_ones():
-    """As they are after a refit, also of adapters: what follows is drafted from rows, never from weights."""
+@from_each
+def test_quantised_weights_and_other_ones(engine_of):
+    """As they are after a refit, also of adapters."""
     outputs = []
     for count in (0, COUNT):
-        engine = QuantizedEngine(make(LLAMA, draft_tokens=count), make_quantizer("int8", modelopt=False)[0], True)
-        for seed in range(2):
-            outputs.append(fill(engine, reference(LLAMA, seed)).generate(PROMPTS, seeds_for(PROMPTS, 3), SAMPLING))
+        engine = QuantizedEngine(engine_of(draft_tokens=count), make_quantizer("int8", modelopt=False)[0], True)
+        for factor in (1, 1.3):
+            engine.begin_update(7)
+            engine.update_weights((name, factor * weight) for name, weight in weights_of(engine_of()).items())
+            engine.finish_update()
+            outputs.append(engine.generate(PROMPTS, seeds_for(PROMPTS, 3), SAMPLING))
     for wanted, actual in zip(outputs[:2], outputs[2:], strict=True):
         agree(actual, wanted)
 
 
+@from_each
 @pytest.mark.parametrize("budget", [1 << 20, 130])
-def test_where_pages_are_short_drafts_give_way_and_a_rerun_has_the_same_bits(budget):
-    plain, engine = (make(LLAMA, page_tokens=4, kv_cache_bytes=budget * 256, draft_tokens=n) for n in (0, COUNT))
+def test_where_pages_are_short_drafts_give_way_and_a_rerun_has_the_same_bits(budget, engine_of):
+    room = {"page_tokens": 4, "kv_cache_bytes": budget * engine_of().cache.token_bytes}
+    plain, engine = (engine_of(**room, draft_tokens=n) for n in (0, COUNT))
     wanted, *outputs = (e.generate(PROMPTS, seeds_for(PROMPTS, 5), SAMPLING) for e in (plain, engine, engine))
     agree(outputs[0], wanted)
     assert test_pages.same(*outputs) and engine.stats.accepted_tokens
@@ -106,12 +153,13 @@ def test_drafts_are_fed_while_a_step_has_few_tokens(most, widths):
     assert all(width == 1 or rows * width <= most for rows, width in fed)
 
 
+@from_each
 @pytest.mark.parametrize("page, slots", [(0, 512), (4, 512), (0, 10)])
-def test_windows_pause_after_the_same_tokens(page, slots):
+def test_windows_pause_after_the_same_tokens(page, slots, engine_of):
     """Where all have slots. Those that wait for one get it after other steps."""
     seeds, results = seeds_for(PROMPTS, 3), []
     for count in (0, COUNT):
-        engine = make(LLAMA, window=6, max_batch=slots, page_tokens=page, draft_tokens=count)
+        engine = engine_of(window=6, max_batch=slots, page_tokens=page, draft_tokens=count)
         sampling = replace(SAMPLING, temperature=0.0)  # all rows repeat themselves
         results.append((*test_windows.by_windows(engine, PROMPTS, seeds, sampling), engine._totals.steps))
     (tokens, logprobs, windows, steps), (actual, others, paused, fewer) = results
@@ -130,14 +178,15 @@ class HeardTalks(test_prefixes.Talks):
             self.parts.setdefault(row, []).extend(tokens)
 
 
+@from_each
 @pytest.mark.parametrize("page", [0, 8])
-def test_turns_continue_rows_that_had_drafts_and_their_tokens_are_heard_as_they_come(page, monkeypatch):
+def test_turns_continue_rows_that_had_drafts_and_their_tokens_are_heard_as_they_come(page, engine_of, monkeypatch):
     results, pools = [], []
     monkeypatch.setattr(test_prefixes, "Talks", lambda: pools.append(HeardTalks()) or pools[-1])
     monkeypatch.setattr(test_prefixes, "SamplingParams", partial(SamplingParams, temperature=0))
     monkeypatch.setattr(test_prefixes, "SAID", 30)
     for count in (0, COUNT):
-        engine = make(LLAMA, kind=FleetEngine, max_batch=40 if count else 5, page_tokens=page, draft_tokens=count)
+        engine = engine_of(kind=FleetEngine, max_batch=40 if count else 5, page_tokens=page, draft_tokens=count)
         results.append(test_prefixes.served(engine))
         assert engine.stats.held_tokens and bool(engine.stats.accepted_tokens) == bool(count)
     for key, (tokens, logprobs) in results[0].items():
@@ -160,16 +209,70 @@ def test_graphs_of_steps_with_drafts():
     saved(engine, plain)
 
 
+@pytest.mark.parametrize("cfg", [MORE["deepseek_v3"], MORE["glm4_moe"]], ids=["deepseek_v3", "glm4_moe"])
+def test_the_models_layer_drafts_what_its_formula_draws(cfg, tmp_path, monkeypatch):
+    """Against transformers' layers in float64: its own output behind the model's hidden states, one draft after the
+    other, of every step; greedy, and drawn with the numbers of the tokens to come."""
+    oracle, draft, drafted = Oracle(cfg), AheadDrafts.draft, {}
+    with torch.no_grad():
+        for name, p in oracle.whole.named_parameters():
+            p *= 0.3 if "o_proj" in name or "down_proj" in name else 1
+        oracle.own["shared_head_norm"].copy_(oracle.whole.model.norm.weight)
+        oracle.own["eh_proj"][:, : cfg.hidden_size] += 2 * torch.eye(cfg.hidden_size)
+
+    def noted(self, last, longest, seeds, counts):
+        repeats = draft(self, last, longest, seeds, counts)
+        drafted.update(zip(zip(seeds.tolist(), counts.tolist(), strict=True), self.drafts.tolist(), strict=False))
+        return repeats
+
+    monkeypatch.setattr(AheadDrafts, "draft", noted)
+    write_hf(tmp_path / "hf", oracle.tensors().items(), oracle.raw)
+    plain, engine = (
+        engine_from_folder(tmp_path / "hf", config, device="cpu", dtype=torch.float32, pad_id=0)
+        for config in (EngineConfig(), EngineConfig(draft_tokens=3, page_tokens=4))
+    )
+    assert plain.weight_bytes < engine.weight_bytes and plain.cache.token_bytes < engine.cache.token_bytes
+    prompts = PROMPTS[1:3]  # the second fills two pages, which its samples share
+    seeds = seeds_for(prompts, 2)
+    for temperature in (0, 0.8):
+        out = engine.generate(prompts, seeds, SamplingParams(12, temperature=temperature))
+        assert engine.stats.accepted_tokens
+        asked = [(seed, prompt) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
+        rows = {seed: (prompt, own) for (seed, prompt), own in zip(asked, responses(out), strict=True)}
+        assert len(drafted) > 3 * len(rows)
+        for (seed, count), tokens in drafted.items():
+            prompt, own = rows[seed]
+            assert tokens == drawn(oracle, [*prompt, *own[:count]], seed, count, temperature), (seed, count)
+        drafted.clear()
+
+
+@torch.no_grad()
+def drawn(oracle, tokens, seed, count, temperature):
+    embed, out = oracle.whole.model.embed_tokens, []
+    h, e = oracle.hidden(torch.tensor([tokens[:-1]])), embed(torch.tensor([tokens[1:]]))
+    for ahead in range(3):
+        x = oracle.ahead(h, e)[:, -1:]
+        logits = x[0, 0] @ oracle.whole.lm_head.weight.T
+        if temperature:
+            u = uniforms(torch.tensor([seed]), torch.tensor([count + ahead]))
+            out.append(int((torch.softmax(logits / temperature, 0).cumsum(0) > u).int().argmax()))
+        else:
+            out.append(int(logits.argmax()))
+        h, e = torch.cat([h, x], 1), torch.cat([e, embed(torch.tensor([out[-1:]]))], 1)
+    return out
+
+
 @pytest.mark.multirank
 def test_ranks_of_one_engine_accept_the_same(ranks):
-    model, seeds = reference(LLAMA), seeds_for(PROMPTS, 3)
-    plain = fill(make(LLAMA), model)
-    wanted = plain.generate(PROMPTS, seeds, SAMPLING)
-    job = {"models": {"llama": (LLAMA, hf_weights(model))}, "width": 2, "requests": [(PROMPTS, seeds), ([], [])]}
+    plain, seeds = {name: engine_of() for name, engine_of in SOURCES.items()}, seeds_for(PROMPTS, 3)
+    models = {name: (engine.model.cfg, weights_of(engine)) for name, engine in plain.items()}
+    job = {"models": models, "width": 2, "requests": [(PROMPTS, seeds), ([], [])]}
     job |= {"scored": (torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])), "samplings": [SAMPLING]}
     results = ranks.run(test_fleet.generate, world=2, **job, draft_tokens=COUNT, page_tokens=4)
-    agree(results[0]["llama"]["outs"][0], wanted)
-    assert all(result["llama"]["rows"] < plain.stats.decoded_rows for result in results)
+    for name, engine in plain.items():
+        agree(results[0][name]["outs"][0], engine.generate(PROMPTS, seeds, SAMPLING))
+        assert all(result[name]["rows"] < engine.stats.decoded_rows for result in results)
+        assert all(result[name]["checksums"] == engine.checksums() for result in results)
 
 
 def test_logits_that_are_not_finite_are_an_error():

@@ -23,13 +23,13 @@ NAMES = ["gemma4", "gpt_oss", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "deeps
 FAMILIES = {"llama": LLAMA} | {name: (MODELS | MORE)[name] for name in NAMES}
 
 
-def make(cfg, dtype=torch.float32, reports=False, kind=NativeEngine, **config):
-    """An engine with random weights: it is compared with one that has the same."""
+def make(cfg, dtype=torch.float32, reports=False, kind=NativeEngine, change=lambda name, weight: weight, **config):
+    """An engine with random weights, which `change` may replace: it is compared with one that has the same."""
     engine = kind(cfg, EngineConfig(**config), device="cpu", dtype=dtype, pad_id=0, reports_routing=reports)
     draw = torch.Generator().manual_seed(0)
     engine.begin_update(0)
     for name, shape in engine.model.shapes.items():
-        engine.update_weights([(name, 0.15 * torch.randn(shape, generator=draw) + ("norm" in name))])
+        engine.update_weights([(name, change(name, 0.15 * torch.randn(shape, generator=draw) + ("norm" in name)))])
     engine.finish_update()
     return engine
 

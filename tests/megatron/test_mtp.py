@@ -60,25 +60,34 @@ class Oracle(torch.nn.Module):
         body[f"{at}shared_head.head.weight"] = body.get("lm_head.weight", body["model.embed_tokens.weight"]).clone()
         return {name: t.float() for name, t in body.items()}
 
-    def losses(self, rows, detach):
-        """The stage's loss, the layer's, and the share of tokens that it would guess."""
-        model, tokens, width = self.whole.model, rows.tokens, rows.tokens.shape[1]
+    def through(self, layers, h):
+        width = h.shape[1]
         position = torch.arange(width)[None]
         seen = torch.full((width, width), -torch.inf, dtype=torch.float64).triu(1)[None, None]
         around = {"attention_mask": seen, "position_ids": position}
-        h, head = model.embed_tokens(tokens), self.whole.lm_head.weight
-        around["position_embeddings"] = model.rotary_emb(h, position)
-        for layer in model.layers[:-1]:
+        around["position_embeddings"] = self.whole.model.rotary_emb(h, position)
+        for layer in layers:
             h = layer(h, **around)
-        h = model.norm(h)
+        return h
+
+    def hidden(self, tokens):
+        model = self.whole.model
+        return model.norm(self.through(model.layers[:-1], model.embed_tokens(tokens)))
+
+    def ahead(self, h, e):
+        """What the layer makes of hidden states and of the embeddings of the tokens that follow."""
+        both = torch.cat([rms(e, self.own["enorm"], self.eps), rms(h, self.own["hnorm"], self.eps)], 2)
+        x = self.through(self.whole.model.layers[-1:], both @ self.own["eh_proj"].T)
+        return rms(x, self.own["shared_head_norm"], self.eps)
+
+    def losses(self, rows, detach):
+        """The stage's loss, the layer's, and the share of tokens that it would guess."""
+        model, tokens = self.whole.model, rows.tokens
+        h, head = self.hidden(tokens), self.whole.lm_head.weight
         first = torch.log_softmax(h[:, :-1] @ head.T, -1).gather(2, tokens[:, 1:, None])[..., 0]
         e = model.embed_tokens(tokens[:, 1:])
         h, e, head = (x.detach() if detach else x for x in (h, e, head))
-        both = torch.cat([rms(e, self.own["enorm"], self.eps), rms(h[:, :-1], self.own["hnorm"], self.eps)], 2)
-        x = both @ self.own["eh_proj"].T
-        around = {"attention_mask": seen[..., 1:, 1:], "position_ids": position[:, :-1]}
-        around["position_embeddings"] = model.rotary_emb(x, position[:, :-1])
-        x = rms(model.layers[-1](x, **around), self.own["shared_head_norm"], self.eps)
+        x = self.ahead(h[:, :-1], e)
         guesses = torch.log_softmax(x[:, :-1] @ head.T, -1)
         second, mask = guesses.gather(2, tokens[:, 2:, None])[..., 0], rows.loss_mask[:, 2:]
         hits = ((guesses.argmax(-1) == tokens[:, 2:]) * mask).sum() / mask.sum()

@@ -65,9 +65,9 @@ class EngineConfig(Section, key="engine"):
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
     draft_tokens: int = key(
         0,
-        "Tokens that native or vllm draft for each row from what it repeats (prompt lookup), to save decode steps. "
-        "Samples of native stay the same, while rows x (1 + draft_tokens) <= max_batch; of vllm they keep their "
-        "distribution.",
+        "Tokens that native or vllm draft for each row from what it repeats (prompt lookup), native with the layer of "
+        "model.mtp.layers if it has one, to save decode steps. Samples of native stay the same, while rows x (1 + "
+        "draft_tokens) <= max_batch; of vllm they keep their distribution.",
         least=0,
         rollouts=False,
     )
@@ -113,6 +113,11 @@ class EngineConfig(Section, key="engine"):
     @property
     def can(self) -> Capabilities:
         return entry_of(self.name).can
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it drafts with the model's layer for multi-token prediction, if there is one."""
+        return bool(self.draft_tokens) and self.can.computes_here
 
     @property
     def captures(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aligner.engines.native.drafts import PromptLookup, leading
+from aligner.engines.native.drafts import DraftSource, leading
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.sampler import sample
 from aligner.engines.native.schedule import GenerationPlan, WaitingPrompt
@@ -31,7 +31,12 @@ class Batch:
     the next step may feed `width` tokens for each row."""
 
     def __init__(
-        self, plan: GenerationPlan, sampling: SamplingParams, device: torch.device, routes: Routes | None = None
+        self,
+        plan: GenerationPlan,
+        sampling: SamplingParams,
+        device: torch.device,
+        routes: Routes | None = None,
+        source: DraftSource | None = None,
     ):
         shape = (plan.rows, sampling.max_response_tokens + plan.drafts)
         self.active = self.finished = self.steps = 0
@@ -57,9 +62,8 @@ class Batch:
         self._routes = routes
         self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have left, theirs), on the CPU
         self.width, self._step_tokens = 1, plan.step_tokens
-        self._lookup: PromptLookup | None = None
-        if plan.drafts:
-            self._lookup = PromptLookup(plan.drafts, plan.slots, plan.shape.row_tokens + 1, device)
+        self.source, self._most_position = source, plan.shape.row_tokens - 1
+        self._places = (self._lengths[:0], self._lengths[:0])  # slot and number of what the last step fed
         self.drafted_tokens = self.accepted_tokens = self.drafted_rows = 0
 
     def add(self, prompt: WaitingPrompt, first: int, count: int) -> range:
@@ -79,8 +83,8 @@ class Batch:
         self.state[MOST, new] = prompt.begun + left
         self._host[:, new] = torch.tensor([prompt.length - 1, 0, prompt.length - 1 + left, 0])[:, None]
         self._arrived[new] = torch.arange(self._came, self._came + count)
-        if self._lookup is not None:
-            self._lookup.add(new, torch.tensor(prompt.tokens))
+        if self.source is not None:
+            self.source.add(new, torch.tensor(prompt.tokens))
         self._came += count
         self._prompts |= dict.fromkeys(range(row, row + count), prompt)
         self.active += count
@@ -105,8 +109,8 @@ class Batch:
         if isinstance(source, Tensor):
             source, target = source.to(self.state.device), target.to(self.state.device)
         self.state[:, target] = self.state[:, source]
-        if self._lookup is not None:
-            self._lookup.move(source, target)
+        if self.source is not None:
+            self.source.move(source, target)
 
     def make_room(self, rows: int) -> None:
         """Make room for the output of `rows` samples in all, and for half as many again, where they come one by one."""
@@ -126,7 +130,7 @@ class Batch:
         """Return the tokens of slots [0, running) to feed and their positions, int64 [running, width]."""
         tokens, positions = self.state[TOKEN, :running, None], self.state[POSITION, :running, None]
         if self.width > 1:
-            tokens = torch.cat([tokens, self._lookup.drafts[:running]], 1)
+            tokens = torch.cat([tokens, self.source.drafts[:running]], 1)
             positions = positions + torch.arange(self.width, device=positions.device)
         return tokens, positions
 
@@ -147,7 +151,7 @@ class Batch:
     def waits(self) -> bool:
         """Whether each active row has all its tokens of the window."""
         own = self._positions[: self.active] >= self._most[: self.active]
-        return bool(self._lookup is not None and self.active and own.all())
+        return bool(self.source is not None and self.active and own.all())
 
     def sample(self, logits: Tensor, sampling: SamplingParams) -> None:
         """Sample a token behind each that was fed, and a first one for every new row, from logits [fed + new, V];
@@ -169,13 +173,29 @@ class Batch:
         self._sampled, self._broken = picked.tokens[:, None], picked.logprobs.isnan()[:, None]
         self._kept = torch.ones_like(state[ROW])
         if width > 1:
-            self._sampled, self._broken = (self._wide(x, slots, ahead) for x in (self._sampled, self._broken))
-            self._kept[:running] += leading(self._sampled[:running, :-1] == self._lookup.drafts[:running])
+            self._places = slots, ahead
+            self._sampled, self._broken = (self._wide(x[:, 0]) for x in (self._sampled, self._broken))
+            self._kept[:running] += leading(self._sampled[:running, :-1] == self.source.drafts[:running])
 
-    def _wide(self, values: Tensor, slots: Tensor, ahead: Tensor) -> Tensor:
-        out = values.new_zeros(self.active, self.width)
-        out[slots, ahead] = values[:, 0]
+    def _wide(self, values: Tensor) -> Tensor:
+        """Return values [fed + new, ...] -> [active, width, ...], zeros where a row has fewer."""
+        if self.width == 1:
+            return values[:, None]
+        out = values.new_zeros(self.active, self.width, *values.shape[1:])
+        out[self._places] = values
         return out
+
+    def draft_positions(self) -> Tensor:
+        """Return the last positions that a source of drafts writes for the active rows after this step, int64 on the
+        CPU."""
+        return (self._positions[: self.active] + self.width + self.source.count - 2).clamp_max(self._most_position)
+
+    def fed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return, of the active rows, hidden states [fed + new, H] of what the last step fed as [active, width, H], the
+        tokens sampled behind, int64 [active, width], the position of each row's first, and one more than the largest.
+        """
+        position = self.state[POSITION, : self.active]
+        return self._wide(hidden), self._sampled, position, self.longest(self.active)
 
     def tails(self, width: int) -> Iterator[list[list[int]]]:
         """Yield for every active row, on the host, the last `width` response tokens behind each of its new ones."""
@@ -204,7 +224,7 @@ class Batch:
         if stop is not None:
             ends = ends | stop
         done = ends[:, 0]
-        if self._lookup is None:
+        if self.source is None:
             state[TOKEN] = self._sampled[:, 0]
             state[POSITION : COUNT + 1] += 1
         else:
@@ -239,7 +259,7 @@ class Batch:
         kept = self._kept.minimum(state[MOST] - state[COUNT])
         done, kept = first < kept, kept.minimum(first + 1)
         last = self._sampled.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
-        self._lookup.write(state[POSITION] + 1, self._sampled)
+        self.source.write(state[POSITION] + 1, self._sampled)
         state[TOKEN] = last.where(kept > 0, state[TOKEN])
         state[POSITION : COUNT + 1] += kept
         state[NEW] = kept
@@ -247,17 +267,18 @@ class Batch:
 
     def _report(self, done: Tensor) -> Tensor:
         """Copy which rows are done to the host, draft for the next step, and count what became of the last drafts."""
-        if self._lookup is None:
+        if self.source is None:
             self._positions[: self.active] += 1
             return done.cpu()
-        state, width = self.state[:, : self.active], self._lookup.count + 1
+        state, width = self.state[:, : self.active], self.source.count + 1
         repeats = torch.zeros_like(done)
         if self.active * width <= self._step_tokens:
-            repeats = self._lookup.draft(state[POSITION], int(self._positions[: self.active].max()) + self.width + 1)
+            longest = int(self._positions[: self.active].max()) + self.width + 1
+            repeats = self.source.draft(state[POSITION], longest, state[SEED], state[COUNT])
         report = torch.stack([done.long(), state[NEW], (repeats & ~done).long()]).cpu()
         drafted = self._drafted[: self.active] * (self.width > 1)
         self.drafted_rows += int(drafted.sum())
-        self.drafted_tokens += int(drafted.sum()) * self._lookup.count
+        self.drafted_tokens += int(drafted.sum()) * self.source.count
         self.accepted_tokens += int((drafted * (report[1] - 1).clamp_min(0)).sum())
         self._positions[: self.active] += report[1]
         self._drafted[: self.active] = report[2]

@@ -98,10 +98,10 @@ class SlotCache:
             for each in self.kinds:
                 each.staged[:, :, prompt, :, start:stop].copy_(each.kv[:, :, page, :, : stop - start])
 
-    def admit(self, prompt: int, length: int, first: int, count: int) -> None:
+    def admit(self, prompt: int, length: int, first: int, count: int, again: int = 0) -> None:
         """Copy the `length` positions of staged prompt `prompt` into slots [first, first + count), which share whole
-        pages."""
-        for page, start, stop in self.table.admit(first, count, length):
+        pages, but for the last `again` positions, which each writes anew."""
+        for page, start, stop in self.table.admit(first, count, length, again):
             for each in self.kinds:
                 each.kv[:, :, page, :, : stop - start].copy_(each.staged[:, :, prompt, :, start:stop])
         if self.memories:

@@ -1,5 +1,5 @@
-"""Drafts from what a row has so far (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding): the tokens
-that came behind an earlier occurrence of its last ones.
+"""Drafts: from what a row has so far (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding), the tokens
+that came behind an earlier occurrence of its last ones; or from the model's own layer (`ahead.py`).
 
 The engine feeds a draft with the row's next token and samples behind each. Every draw is the target's own, with the
 number of its position (`sampler.uniforms`). So drafts change no sample: those that the draws repeat save passes.
@@ -7,35 +7,57 @@ number of its position (`sampler.uniforms`). So drafts change no sample: those t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 LONGEST, SHORTEST = 4, 2  # tokens that an earlier occurrence repeats
 
 
-class PromptLookup:
-    """The tokens of running rows, and `drafts` int64 [slots, count] of what follows."""
+class DraftSource(ABC):
+    """Where drafts of running rows come from; `drafts` int64 [slots, count]."""
 
-    def __init__(self, count: int, slots: int, positions: int, device: torch.device):
+    def __init__(self, count: int, slots: int, device: torch.device):
         self.count = count
         self.drafts = torch.zeros(slots, count, dtype=torch.int64, device=device)
+
+    def add(self, slots: slice, prompt: Tensor) -> None:  # noqa: B027 (not all need it)
+        """Note that rows with this prompt run in these slots."""
+
+    def write(self, positions: Tensor, tokens: Tensor) -> None:  # noqa: B027 (not all need it)
+        """Write tokens int64 [n, w] of slots [0, n), the first of each at its position, int64 [n]."""
+
+    def move(self, source: Tensor | int, target: Tensor | int) -> None:
+        self.drafts[target] = self.drafts[source]
+
+    @abstractmethod
+    def draft(self, last: Tensor, longest: int, seeds: Tensor, counts: Tensor) -> Tensor:
+        """Draft what follows positions `last`, int64 [n] below `longest`, of slots [0, n), whose next draws have these
+        seeds and numbers. Return bool [n]: whether a row has a draft."""
+
+
+class PromptLookup(DraftSource):
+    """Drafts from the tokens of running rows."""
+
+    def __init__(self, count: int, slots: int, positions: int, device: torch.device):
+        super().__init__(count, slots, device)
         self._tokens = torch.zeros(slots, positions, dtype=torch.int32, device=device)
 
     def add(self, slots: slice, prompt: Tensor) -> None:
         self._tokens[slots, : len(prompt)] = prompt.to(self._tokens, non_blocking=True)
 
     def write(self, positions: Tensor, tokens: Tensor) -> None:
-        """Write tokens int64 [n, w] of slots [0, n), the first of each at its position, int64 [n]."""
         ahead = torch.arange(tokens.shape[1], device=tokens.device)
         self._tokens[: len(tokens)].scatter_(1, positions[:, None] + ahead, tokens.int())
 
     def move(self, source: Tensor | int, target: Tensor | int) -> None:
+        super().move(source, target)
         self._tokens[target] = self._tokens[source]
-        self.drafts[target] = self.drafts[source]
 
-    def draft(self, last: Tensor, longest: int) -> Tensor:
-        """Draft what follows positions `last`, int64 [n] below `longest`, of slots [0, n). Return bool [n]: whether a
-        row's last tokens occurred before. Of several occurrences it takes the longest, of these the last."""
+    def draft(self, last: Tensor, longest: int, *draws: Tensor) -> Tensor:
+        """See `DraftSource.draft`. A row has one if its last tokens occurred before: of several occurrences from the
+        longest, of these the last."""
         tokens = self._tokens[: len(last), :longest]
         places = torch.arange(longest, device=last.device)
         same, repeated = places < last[:, None], torch.zeros_like(tokens)

@@ -22,8 +22,10 @@ from aligner.config.engines import ENGINES
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, draft_sums, require_finite
+from aligner.engines.native.ahead import AheadDrafts
 from aligner.engines.native.batch import Batch
 from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.drafts import DraftSource, PromptLookup
 from aligner.engines.native.graphs import REACH, CudaRecorder, DecodeGraphs
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import EngineRanks
@@ -106,7 +108,7 @@ class NativeEngine(RolloutEngine):
         on_gpu = self.device.type == "cuda"
         if config.cuda_graphs is True and not on_gpu:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
-        captures = on_gpu and config.captures_of(model.moe.num_experts)
+        captures = on_gpu and config.captures_of(model.moe.num_experts) and not model.mtp.layers
         self.graphs = DecodeGraphs(self.model, CudaRecorder(), config.max_batch) if captures else None
         self.keeps_rows = memories is None  # earlier ones are not kept
         self.stats = EngineStats()
@@ -114,6 +116,7 @@ class NativeEngine(RolloutEngine):
         self._ledger = UpdateLedger(self.model.shapes)
         self._asleep = False
         self._staged_logits = torch.empty(0, device=self.device)  # float32 [staged prompts, V] of their first token
+        self._staged_hidden = self._staged_logits  # [staged prompts, H], which these are of
 
     @property
     def weight_version(self) -> int:
@@ -183,7 +186,7 @@ class NativeEngine(RolloutEngine):
             self.graphs.clear()
         self.cache.release()
         self.model.scratch.clear()
-        self._staged_logits = self._staged_logits.new_empty(0)
+        self._staged_logits = self._staged_hidden = self._staged_logits.new_empty(0)
 
     def wake(self) -> None:
         self._asleep = False  # the cache comes back with the first generation
@@ -260,7 +263,8 @@ class NativeEngine(RolloutEngine):
         self.stats = EngineStats()
         if asked is None:
             asked = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
-        batch = Batch(plan, sampling, self.device, self.routes)  # its output tensors must not be inference tensors
+        source = self._draft_source(plan, sampling)
+        batch = Batch(plan, sampling, self.device, self.routes, source)  # whose output must not be inference tensors
         with torch.inference_mode():
             self.model.packs.pack()
             self.cache.resize(plan.shape, plan.staged_tokens, self.config.cache_bytes, plan.chunk_prompts)
@@ -277,6 +281,14 @@ class NativeEngine(RolloutEngine):
         self.stats.accepted_tokens = batch.accepted_tokens
         self._totals = self._totals.with_later(self.stats)
         return batch.result(self.weight_version)
+
+    def _draft_source(self, plan: GenerationPlan, sampling: SamplingParams) -> DraftSource | None:
+        """Return the model's layer for multi-token prediction, if it has one, else what rows repeat."""
+        if not plan.drafts:
+            return None
+        if self.model.ahead is not None:
+            return AheadDrafts(plan.drafts, plan.slots, self.model, self.cache, sampling)
+        return PromptLookup(plan.drafts, plan.slots, plan.shape.row_tokens + 1, self.device)
 
     def take_sums(self) -> Sums:
         """See `RolloutEngine.take_sums`."""
@@ -298,14 +310,17 @@ class NativeEngine(RolloutEngine):
     def step(self, plan: GenerationPlan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
         """Decode one token for every running row; see the top of this file. Return the slots to move, (from, to)."""
         self._find_pages(plan, batch)
-        running, logits = batch.active, []
+        running, logits, heard = batch.active, [], []
         if running:
             asked = *batch.inputs(running), self.cache, batch.longest(running)
             # graphs are not for experts
-            logits = [self.graphs.decode(*asked) if self.graphs else self.model.decode(*asked, self.routes)]
+            logits = [self.graphs.decode(*asked) if self.graphs else self.model.decode(*asked, self.routes, heard)]
             self.stats.decoded_rows += running
-        logits += self._admit(plan, batch)  # after decoding: graphs write to free slots
+        logits += self._admit(plan, batch, heard)  # after decoding: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
+        if self.model.ahead is not None and plan.drafts:
+            room = self.cache.table.grow(batch.draft_positions())
+            batch.source.read(*batch.fed(torch.cat(heard)), room)
         self.stats.steps += 1
         return batch.settle(self._stop_strings(batch, sampling))
 
@@ -348,8 +363,9 @@ class NativeEngine(RolloutEngine):
             source, target = torch.tensor(moves, device=self.device).unbind(1)
             self.cache.move(source, target, length)
 
-    def _admit(self, plan: GenerationPlan, batch: Batch) -> list[Tensor]:
-        """Give free slots to waiting rows; return float32 logits [new rows, V] of their first tokens, in slot order."""
+    def _admit(self, plan: GenerationPlan, batch: Batch, heard: list[Tensor]) -> list[Tensor]:
+        """Give free slots to waiting rows; return float32 logits [new rows, V] of their first tokens, in slot order.
+        Hidden states, which these are of, are added to `heard`."""
         logits = []
         while plan.wants_rows(batch.active, self.cache.table):
             if not plan.staged:
@@ -360,14 +376,17 @@ class NativeEngine(RolloutEngine):
                 if self._keeps(plan):
                     moves = plan.prefixes.make_way(batch.active + count, plan.pool.least)
                     self._move(moves, plan.prefixes.longest)
-                self.cache.admit(prompt.staged_at, prompt.length, batch.active, count)
+                again = int(self.model.ahead is not None)  # the last token's, once what follows is sampled
+                self.cache.admit(prompt.staged_at, prompt.length, batch.active, count, again)
                 rows = batch.add(prompt, first, count)
                 if self._keeps(plan):
                     plan.prefixes.prompts |= dict.fromkeys(rows, tuple(prompt.tokens[: prompt.length - prompt.begun]))
                 taken += [prompt.staged_at] * count
             if not taken:
                 break
-            logits.append(self._staged_logits[torch.tensor(taken, device=self.device)])
+            places = torch.tensor(taken, device=self.device)
+            logits.append(self._staged_logits[places])
+            heard.append(self._staged_hidden[places])
         return logits
 
     def _prefill(self, plan: GenerationPlan, chunk: list) -> None:
@@ -389,7 +408,8 @@ class NativeEngine(RolloutEngine):
                 plan.prefixes.used(p.held)
         behind = torch.tensor(held, device=self.device) if any(held) else None
         hidden = self.model.prefill(tokens, staged, routes, self.cache.memories, last + 1, behind)
-        self._staged_logits = self.model.logits(hidden[torch.arange(len(chunk), device=self.device), last])
+        self._staged_hidden = hidden[torch.arange(len(chunk), device=self.device), last]
+        self._staged_logits = self.model.logits(self._staged_hidden)
         self.stats.prefilled_prompts += len(chunk)
         self.stats.prompt_tokens += sum(p.length for p in chunk)
         self.stats.held_tokens += sum(held)

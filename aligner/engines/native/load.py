@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config.sections.engine import EngineConfig
+from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.engines.native.engine import Decode, NativeEngine
 from aligner.families.hf_config import config_from_hf
 from aligner.models.folder_check import check_folder
@@ -32,9 +35,17 @@ def engine_from_folder(
     """Return an engine with weight version 0; with a `group`, one of its ranks. Raises CheckpointError or ConfigError
     if the folder holds no model of a known family."""
     shape, how = config_from_hf(folder), {"pad_id": pad_id, "decode": decode, "group": group}
+    if config.draft_tokens and predicts_ahead(open_hf(folder), shape):
+        shape = replace(shape, mtp=MtpConfig(1))
     engine = kind(shape, config, device=device, dtype=dtype, **how)
     fill(engine, folder)
     return engine
+
+
+def predicts_ahead(tensors: HfTensors, shape: ModelConfig) -> bool:
+    """Return whether a folder has a layer for multi-token prediction that engines here compute."""
+    own = shape.traits.trains_ahead and tensors.announced.get(shape.traits.predicts_ahead) == 1
+    return own and f"model.layers.{shape.num_layers}.eh_proj.weight" in tensors
 
 
 def fill(engine: NativeEngine, folder: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.config import ModelConfig, generating
+from aligner.engines.native.ahead import AheadLayer
 from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, nearby
 from aligner.engines.native.cache import SlotCache
@@ -55,25 +58,28 @@ class NativeModel:
     def __init__(self, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, peers: EngineRanks | None = None):
         self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or EngineRanks(None)
         use_fast_products(device, dtype)
-        self.kit = kit = BlockContext(cfg, device, dtype, self.peers)
+        # the layer for multi-token prediction is one more layer of the blocks, through which `_forward` does not go
+        blocks_of = replace(generating(cfg), num_layers=cfg.num_layers + cfg.mtp.layers)
+        self.kit = kit = BlockContext(blocks_of, device, dtype, self.peers)
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
         # a rank has 1 / share of heads, FFN rows and vocabulary
         share, rank = self.peers.size, self.peers.rank
         self.intervals = {name: tensor.interval(share, rank) for name, tensor in self.tensors.items()}
-        hf = {spec.canonical: spec.hf[0] for spec in family_table(cfg)}
+        hf = {spec.canonical: spec.hf[0] for spec in family_table(blocks_of)}
         self.first_token, high = self.interval(self.tensors[hf[EMBEDDING]])
         tokens = high - self.first_token
         self.embedding = kit.empty(tokens, cfg.hidden_size)
         self.head = self.embedding if cfg.tie_embeddings else kit.empty(tokens, cfg.hidden_size)
         # the norms that any layer has, in the order of rows
-        names, layers = [in_layer(f"{name}.weight") for name in NORMS], range(cfg.num_layers)
+        names, layers = [in_layer(f"{name}.weight") for name in NORMS], range(blocks_of.num_layers)
         has = [any(name.format(layer=layer) in hf for layer in layers) for name in names]
         self.norm_rows = [name for name, here in zip(NORMS, has, strict=True) if here]
-        self.norms = kit.empty(cfg.num_layers, len(self.norm_rows), cfg.hidden_size)
+        self.norms = kit.empty(blocks_of.num_layers, len(self.norm_rows), cfg.hidden_size)
         self.final_norm = kit.empty(cfg.hidden_size)
         self.scalars = kit.empty(cfg.num_layers, 1) if cfg.traits.layer_scalar else None
         self.layer_inputs = LayerInputTable(kit, tokens) if cfg.layer_input_size else None
+        self.ahead = AheadLayer(kit, cfg) if cfg.mtp.layers else None
         self._compose()
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
@@ -86,7 +92,7 @@ class NativeModel:
 
     def _compose(self) -> None:
         """Make the blocks of the family, and map each layer to those that it goes through."""
-        cfg, kit = self.cfg, self.kit
+        cfg, kit = self.kit.cfg, self.kit
         heads = self._heads()
         self.cached = [each.cached for each in heads.values() if each.cached[0]]
         attention = cfg.layers_of("attention")
@@ -94,8 +100,8 @@ class NativeModel:
         self.mlps: dict[int, DenseMlp] = {}
         self.experts: dict[int, ExpertMlp] = {}
         self.streams = ResidualStreams(kit) if cfg.hyper.streams else None
-        beside = [block for block in (self.layer_inputs, self.streams) if block is not None]
-        self.blocks: list[Mixer | DenseMlp | ExpertMlp | LayerInputTable | ResidualStreams] = [*heads.values(), *beside]
+        beside = [block for block in (self.layer_inputs, self.streams, self.ahead) if block is not None]
+        self.blocks: list[Any] = [*heads.values(), *beside]
         if layers := cfg.layers_of("linear"):
             self.mixers |= dict.fromkeys(layers, LinearLayers(kit))
             self.blocks.append(self.mixers[layers[0]])
@@ -113,7 +119,7 @@ class NativeModel:
 
     def _heads(self) -> dict[tuple[str, ...], Any]:
         """Return the heads by kinds of layers."""
-        cfg, heads = self.cfg, dict[tuple[str, ...], Any]()
+        cfg, heads = self.kit.cfg, dict[tuple[str, ...], Any]()
         if cfg.latent.kv_rank or cfg.traits.entries:
             return {(): EntryHeads(self.kit) if cfg.traits.entries else LatentHeads(self.kit)}
         for kinds in sorted({cfg.heads_of(layer) for layer in cfg.layers_of("attention")}, key=ORDER.index):
@@ -144,7 +150,7 @@ class NativeModel:
 
     def _hf_views(self) -> dict[str, Tensor]:
         """Return Hugging Face name -> view into the fused buffers whose elements are in Hugging Face's order."""
-        hf = {spec.canonical: spec.hf[0] for spec in family_table(self.cfg)}
+        hf = {spec.canonical: spec.hf[0] for spec in family_table(self.kit.cfg)}
         views = {hf[EMBEDDING]: self.embedding, hf["decoder.final_layernorm.weight"]: self.final_norm}
         if not self.cfg.tie_embeddings:
             views["lm_head.weight"] = self.head
@@ -268,7 +274,10 @@ class NativeModel:
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.prefill(layer, y, prompts)
 
-        hidden = self._forward(tokens.reshape(-1), mix, flat).view(rows, length, -1)
+        hidden = self._forward(tokens.reshape(-1), mix, flat)
+        if self.ahead is not None and staged is not None:  # what follows the last token is read when it is sampled
+            self._predict(hidden, F.pad(tokens[:, 1:], (0, 1)).flatten(), mix)
+        hidden = hidden.view(rows, length, -1)
         if routes is not None and held is not None:
             routes[prompts.behind.rows, prompts.behind.positions] = flat
         return hidden
@@ -305,25 +314,41 @@ class NativeModel:
         cache: SlotCache,
         longest: int,
         routes: Routes | None = None,
+        heard: list[Tensor] | None = None,
         fused: bool = False,
     ) -> Tensor:
         """Return float32 logits [M, V] of the M tokens int64 [n, w], or [n], that follow in slots [0, n), at positions
-        of this shape, all < longest. `fused`: attention by one kernel, which is for a GPU; its launch alone costs the
-        host more than torch's few."""
-        rows = len(tokens)
-        places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window
-        tokens, positions = tokens.flatten(), positions.flatten()
-        rope = self.rotations(positions, longest)
-        step = DecodeStep(rows, longest, window, positions, fused, cache, places, self.scratch, rope)
+        of this shape, all < longest; hidden states [M, hidden], which they are of, are added to `heard`. `fused`:
+        attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few."""
+        step = self._step(positions, cache, longest, fused)
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
             return mixer.decode(layer, y, step)
 
-        routing = None if routes is None else routes.empty(len(tokens))
-        hidden = self._forward(tokens, mix, routing)
+        routing = None if routes is None else routes.empty(tokens.numel())
+        hidden = self._forward(tokens.flatten(), mix, routing)
         if routes is not None:
-            cache.kinds[-1].write(0, places[-1], routing.flatten(1)[:, None])
+            cache.kinds[-1].write(0, step.places[-1], routing.flatten(1)[:, None])
+        if heard is not None:
+            heard.append(hidden)
         return self.logits(hidden)
+
+    def _step(self, positions: Tensor, cache: SlotCache, longest: int, fused: bool = False) -> DecodeStep:
+        places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window
+        flat = positions.flatten()
+        rope = self.rotations(flat, longest)
+        return DecodeStep(len(positions), longest, window, flat, fused, cache, places, self.scratch, rope)
+
+    def predict(self, hidden: Tensor, following: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
+        """Return what the layer for multi-token prediction makes, [M, hidden], of hidden states [M, hidden] at
+        positions int64 [n, w], or [n], of slots [0, n), all < longest, and of the tokens that follow each, int64 [M].
+        Its `logits` are of the tokens behind these."""
+        step = self._step(positions, cache, longest)
+        return self._predict(hidden, following, lambda mixer, layer, y: mixer.decode(layer, y, step))
+
+    def _predict(self, hidden: Tensor, following: Tensor, mix: Mix) -> Tensor:
+        x = self.ahead.joined(self._embedded(following), hidden)
+        return self.kit.norm(self._through(self.cfg.num_layers, x, mix), self.ahead.norms[2])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [..., V] on every rank."""
@@ -342,27 +367,36 @@ class NativeModel:
     def _forward(self, tokens: Tensor, mix: Mix, routes: Tensor | None = None) -> Tensor:
         """Return tokens int64 [M] -> [M, hidden] after the final norm; write their experts to routes [M, layer,
         top_k] if given. Large intermediates are in scratch buffers."""
-        x = self._embed(self.embedding, tokens)
-        if self._embedding_factor != 1:
-            x *= self._embedding_factor
+        x = self._embedded(tokens)
         if self.streams is not None:
             return self.kit.norm(self._through_streams(x, tokens, mix, routes), self.final_norm)
         inputs = self.layer_inputs(tokens, x, self._embed) if self.layer_inputs is not None else None
         for layer in range(self.cfg.num_layers):
-            if mixer := self.mixers.get(layer):
-                y = self._normed(x, layer, BEFORE)
-                x = self._add(x, mix(mixer, layer, y), mixer.out_of(layer), layer, BEHIND)
-            if layer in self.experts:
-                y = self._normed(x, layer, BEFORE_MLP)
-                x += self._normed(self.experts[layer](layer, y, routes), layer, BEHIND_MLP)
-            elif mlp := self.mlps.get(layer):
-                y = self._normed(x, layer, BEFORE_MLP)
-                x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)
+            x = self._through(layer, x, mix, routes)
             if inputs is not None:
                 x += self._normed(self.layer_inputs.addend(layer, x, inputs), layer, BEHIND_INPUT)
             if self.scalars is not None:
                 x *= self.scalars[layer]
         return self.kit.norm(x, self.final_norm)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = self._embed(self.embedding, tokens)
+        if self._embedding_factor != 1:
+            x *= self._embedding_factor
+        return x
+
+    def _through(self, layer: int, x: Tensor, mix: Mix, routes: Tensor | None = None) -> Tensor:
+        """Return x [M, hidden] behind a layer, perhaps in its place."""
+        if mixer := self.mixers.get(layer):
+            y = self._normed(x, layer, BEFORE)
+            x = self._add(x, mix(mixer, layer, y), mixer.out_of(layer), layer, BEHIND)
+        if layer in self.experts:
+            y = self._normed(x, layer, BEFORE_MLP)
+            x += self._normed(self.experts[layer](layer, y, routes), layer, BEHIND_MLP)
+        elif mlp := self.mlps.get(layer):
+            y = self._normed(x, layer, BEFORE_MLP)
+            x = self._add(x, mlp(layer, y), mlp.out_of(layer), layer, BEHIND_MLP)
+        return x
 
     def _through_streams(self, x: Tensor, tokens: Tensor, mix: Mix, routes: Tensor | None) -> Tensor:
         """Return embeddings [M, hidden] -> the sum of the residual streams behind all layers, [M, hidden]."""

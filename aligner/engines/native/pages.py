@@ -61,17 +61,18 @@ class PageTable:
         """Return the share of the pool's pages that rows have, of which so many run."""
         return active / self.shape.pages if self.whole else 1 - self.free / (self.shape.pages - 1)
 
-    def admit(self, first: int, count: int, length: int) -> list[Span]:
-        """Give slots [first, first + count), the same `length` tokens. Return the pages to fill."""
+    def admit(self, first: int, count: int, length: int, again: int = 0) -> list[Span]:
+        """Give slots [first, first + count), the same `length` tokens, whose last `again` each will write anew. Return
+        the pages to fill."""
         slots, tokens = range(first, first + count), self.shape.tokens
         if self.whole:
             return [(slot, 0, length) for slot in slots]
         self.drop(slots)
-        full = length // tokens
+        full = (length - again) // tokens
         shared = [self._free.pop() for _ in range(full)]
         spans = [(page, i * tokens, (i + 1) * tokens) for i, page in enumerate(shared)]
         for slot in slots:
-            own = [self._free.pop()] if length % tokens else []
+            own = [self._free.pop()] if length > full * tokens else []
             spans += [(page, full * tokens, length) for page in own]
             for page in (*shared, *own):
                 self._users[page] += 1

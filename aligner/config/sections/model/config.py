@@ -430,9 +430,10 @@ def beside(run: ModelConfig) -> ModelConfig:
     return replace(run, tokenizer="", megatron={}, mtp=MtpConfig())
 
 
-def generating(model: ModelConfig) -> ModelConfig:
-    """Return the model without layers that predict further tokens: of engines, and of models that do not learn."""
-    return replace(model, mtp=MtpConfig()) if model.mtp.layers else model
+def generating(model: ModelConfig, drafts: bool = False) -> ModelConfig:
+    """Return the model of engines, and of models that do not learn: without layers that predict further tokens, unless
+    an engine `drafts` with them (`engine.draft_tokens`)."""
+    return replace(model, mtp=MtpConfig()) if model.mtp.layers and not drafts else model
 
 
 def check_traits(model: ModelConfig) -> None:

@@ -13,7 +13,11 @@ class MtpConfig(Section, key="model.mtp"):
     the next token."""
 
     layers: int = key(
-        0, "Such layers, which training learns: 0 or 1. With 0 exports have those of `model.init`.", least=0, most=1
+        0,
+        "Such layers, which training learns: 0 or 1. `engine.draft_tokens` then drafts with it. With 0 exports have "
+        "those of `model.init`.",
+        least=0,
+        most=1,
     )
     loss: float = key(0.1, "Factor of their loss, which is added to the stage's.", above=0, resume=REFUSE)
     detach: bool = key(True, "Their loss changes no weights but their own.", resume=REFUSE)
