@@ -32,7 +32,7 @@ LEVELS = [
         "processes",
         "version",
     },
-    {"ops", "plan"},
+    {"ops", "plan", "sandbox"},
     {"models", "data", "rewards", "environments", "cluster"},
     {"megatron", "engines"},
     {"refit"},
@@ -208,7 +208,7 @@ EXTENSIONS = (
     "rehearse",
     "tools",
     "environments",
-    "rewards.sandbox",
+    "sandbox",
     "rewards.client",
     "rewards.judge",
 )

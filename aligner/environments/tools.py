@@ -5,6 +5,7 @@ class Wordle:
     def guess(self, word: str) -> str                                 a tool: type hints, and a docstring with `Args:`
     def turn_reward(self) -> float | None                             optional, after each turn that called tools
     def get_reward(self) -> float | None                              optional, at the end; None: the sample is invalid
+    check(**args)                                                     optional class method: refuses environment.args
     done = False                                                      optional: True ends the trajectory
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.openai_api import require_server
-from aligner.errors import EnvironmentCodeError
+from aligner.errors import AlignerError, EnvironmentCodeError
 from aligner.user_code import load
 
 HOOKS = ("reset", "turn_reward", "get_reward")  # public methods of a class that are not tools
@@ -74,6 +75,11 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
     if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
         expected = "a class with a method reset(self, seed, **row)"
         raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}, found none in `{kind!r}`")
+    if inspect.ismethod(getattr(kind, "check", None)):
+        try:
+            kind.check(**cfg.args)
+        except (TypeError, AlignerError) as cause:
+            raise EnvironmentCodeError(f"environment.args={cfg.args!r}: {cause}") from cause
     tools = Tools(functions, kind, reward=_load_reward(cfg) if cfg.reward else None)
     if double := sorted(functions.keys() & tools.methods.keys()):
         expected = f"methods of other names than environment.tools: `{double[0]}` is both"

@@ -19,8 +19,8 @@ from typing import ClassVar
 from aligner.errors import RewardError, SandboxError
 from aligner.rewards.code_blocks import programs
 from aligner.rewards.code_rows import Spec, Streams, check, tests_of
-from aligner.rewards.sandbox.run import Sandbox
-from aligner.rewards.sandbox.session import RunEnd
+from aligner.sandbox.run import Sandbox
+from aligner.sandbox.session import RunEnd
 from aligner.types import Prompt, Sample
 
 PAUSES_S = (1.0, 5.0, 20.0)  # before each retry of a failed sandbox

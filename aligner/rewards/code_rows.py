@@ -17,7 +17,7 @@ from typing import Any
 
 from aligner.errors import RewardError
 from aligner.rewards.code_blocks import blocks
-from aligner.rewards.sandbox.subjects import UNREADABLE, Tests
+from aligner.sandbox.subjects import UNREADABLE, Tests
 from aligner.types import Prompt
 
 COLUMNS = ("input_output", "tests", "public_test_cases", "test_list", "test")

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 from aligner.errors import ConfigError
-from aligner.rewards.sandbox.run import TIERS, Sandbox
+from aligner.sandbox.run import TIERS, Sandbox
+from aligner.sandbox.terminal import lacks
 from aligner.tools.doctor import FAIL, OK, WARN, Check, show
 
 # attack -> its program, which prints a line for each success
@@ -101,6 +102,8 @@ def checks() -> Iterator[Check]:
             yield Check(f"{tier}: {name}", FAIL if could else OK, detail)
     if not chosen:
         yield Check("sandbox", FAIL, "none of them works here: reward `code` cannot run programs")
+    why = lacks()
+    yield Check("terminal", WARN if why else OK, why or "works here: environments can give each trajectory its own")
 
 
 def attack(sandbox: Sandbox, program: str) -> list[str]:

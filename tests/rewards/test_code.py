@@ -23,8 +23,8 @@ from aligner.rewards.code import Code, Verdict
 from aligner.rewards.code_blocks import programs
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
-from aligner.rewards.sandbox import run
-from aligner.rewards.sandbox.run import TIERS, Sandbox
+from aligner.sandbox import run
+from aligner.sandbox.run import TIERS, Sandbox
 from aligner.types import Prompt, Sample
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.rewards.code import Code
-from aligner.rewards.sandbox.run import TIERS
+from aligner.sandbox.run import TIERS
 from aligner.types import Prompt, Sample
 
 MBPP = {"test_list": ["assert f(3) == [3, 'zyqvexa']", "assert abs(f(4)[0] - 4) < 1e-6 and f(4)[1] == 'zyqvexa'"]}

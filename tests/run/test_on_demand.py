@@ -22,7 +22,7 @@ code = main(sys.argv[2:])
 Path(sys.argv[1]).write_text(json.dumps([name for name in sys.modules if name.startswith("aligner.")]))
 sys.exit(code)
 """
-UNUSED = ("environments", "rewards.sandbox", "rewards.client", "rollout.trajectory_generator", "rollout.record")
+UNUSED = ("environments", "sandbox", "rewards.client", "rollout.trajectory_generator", "rollout.record")
 UNUSED += ("engines.child", "plan", "rehearse", "tools", "board.compose", "board.chat", "board.server")
 USED = ("plan.options", "rehearse.options", "tools.report")  # arguments, and the page of a run
 USED += tuple(f"tools.{command}_options" for command in ("check", "recipe", "replay", "show", "translate"))

@@ -6,7 +6,7 @@ import pytest
 
 from aligner.__main__ import main
 from aligner.errors import ConfigError
-from aligner.rewards.sandbox.run import TIERS, Sandbox
+from aligner.sandbox.run import TIERS, Sandbox
 from aligner.tools.doctor_sandbox import ATTACKS, attack
 
 

@@ -25,32 +25,12 @@ import confine
 import served
 import wire
 from fair_clock import FairClock
+from frames import receive, send
 
 MEMORY = 99  # exit code of a program that ran out of it
 LOOK_S = 0.1
 WAITS_S = 5.0  # total wait of a program, on its own account; as much again as it computes is the clock's error
-MODULES = ("confine", "fair_clock", "served", "wire", "peer", "subjects", "verdicts")
-
-
-def receive() -> tuple[bytes, bytes]:
-    kind = _exactly(1)
-    return kind, _exactly(int.from_bytes(_exactly(8), "little"))
-
-
-def _exactly(count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = os.read(0, min(count - len(data), 1 << 20))
-        if not piece:
-            sys.exit()  # the host has closed the pipe
-        data += piece
-    return bytes(data)
-
-
-def send(kind: bytes, text: bytes) -> None:
-    data = memoryview(kind + len(text).to_bytes(8, "little") + text)
-    while data:
-        data = data[os.write(1, data) :]
+MODULES = ("confine", "fair_clock", "frames", "served", "wire", "peer", "subjects", "verdicts")
 
 
 def main() -> None:

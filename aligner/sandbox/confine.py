@@ -31,12 +31,28 @@ gettimeofday 96 169; time 201 -; times 100 153; getrandom 318 278; getpid 39 172
 getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177; uname 63 160; sysinfo 99 179; getrusage 98 165;
 getrlimit 97 163; umask 95 166; fadvise64 221 223
 """
+# refused to the programs of a terminal, which may do all else: namespaces, memory and pace of other processes, keys,
+# memory that no limit counts, calls of which a kernel has had many errors
+REFUSED = """
+unshare 272 97; setns 308 268; mount 165 40; umount2 166 39; pivot_root 155 41; chroot 161 51; open_tree 428 428;
+move_mount 429 429; fsopen 430 430; fsconfig 431 431; fsmount 432 432; fspick 433 433; mount_setattr 442 442;
+ptrace 101 117; process_vm_readv 310 270; process_vm_writev 311 271; pidfd_getfd 438 438; process_madvise 440 440;
+process_mrelease 448 448; kcmp 312 272; migrate_pages 256 238; move_pages 279 239; setpriority 141 140;
+sched_setparam 142 118; sched_setscheduler 144 119; sched_setaffinity 203 122; sched_setattr 314 274;
+ioprio_set 251 30; add_key 248 217; request_key 249 218; keyctl 250 219; bpf 321 280; perf_event_open 298 241;
+userfaultfd 323 282; io_uring_setup 425 425; io_uring_enter 426 426; io_uring_register 427 427;
+name_to_handle_at 303 264; open_by_handle_at 304 265; fanotify_init 300 262; memfd_create 319 279;
+memfd_secret 447 447; shmget 29 194; msgget 68 186; mq_open 240 180; syslog 103 116; quotactl 179 60; personality 135 92
+"""
+CLONE3, NEW_NAMESPACES = 435, 0x7E020000  # clone3 hides its flags: a library falls back on clone
 FCNTL, CLONE, PRLIMIT = (72, 25), (56, 220), (302, 261)  # allowed for some arguments only
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
 CLONE_THREAD = 0x10000
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # would send a signal to any process
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+CAPABILITIES = 41  # that Linux knows; a further one would be an error of the kernel
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # of all architectures
+ALLOW, ABSENT, REFUSE, KILL = ((6, 0, 0, value) for value in (0x7FFF0000, 0x50026, 0x50001, 0x80000000))
 MS_BIND, MS_REC, CAPABILITY_VERSION = 4096, 16384, 0x20080522
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # bits that a version of Landlock knows; later ones as 5
@@ -52,6 +68,11 @@ def _call(what: str, function, *args) -> int:
     return code
 
 
+def hide() -> None:
+    """Let no process without rights look into this one, or trace it."""
+    _call("prctl", _libc.prctl, PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def die_with_parent(parent: int) -> None:
     _call("prctl", _libc.prctl, PR_SET_PDEATHSIG, 9, 0, 0, 0)
     if os.getppid() != parent:
@@ -64,21 +85,29 @@ def leave_other_files(readable: list[str]) -> None:
     Unlike with Landlock, names and sizes of other files cannot be seen either.
     """
     root = "/proc"  # an existing folder with nothing readable
-    _mount("tmpfs", root, "tmpfs", 0)
+    mount("tmpfs", root, "tmpfs", 0)
     for path in (*readable, "/dev/null"):
         target = root + path
         os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
         if not os.path.isdir(path):
             os.close(os.open(target, os.O_CREAT))
-        _mount(path, target, None, MS_BIND | MS_REC)
+        mount(path, target, None, MS_BIND | MS_REC)
     os.chroot(root)
     os.chdir("/")
+    give_up_rights()
+
+
+def give_up_rights(forever: bool = False) -> None:
+    """Give up all capabilities; `forever`: also those that the start of a program would bring back."""
+    for number in range(CAPABILITIES if forever else 0):
+        _call("prctl", _libc.prctl, PR_CAPBSET_DROP, number, 0, 0, 0)
     _call("capset", _libc.capset, struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24))
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind)]
-    _call(f"mount {target}", _libc.mount, *texts, ctypes.c_ulong(flags), None)
+    data = None if options is None else options.encode()
+    _call(f"mount {target}", _libc.mount, *texts, ctypes.c_ulong(flags), data)
 
 
 def limits(cpu_s: int, memory_bytes: int) -> None:
@@ -120,13 +149,15 @@ def landlock(readable: list[str]) -> None:
     os.close(rules)
 
 
-def seccomp() -> None:
-    """Allow only the system calls of `CALLS`, threads, and limits of the process itself."""
+def seccomp(terminal: bool = False) -> None:
+    """Allow only the system calls of `CALLS`, threads, and limits of the process itself; in a terminal all but those
+    of `REFUSED`, new namespaces, and limits of other processes."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"no table of system calls for {platform.machine()}, only for {', '.join(ARCHITECTURES)}")
     column, architecture = ARCHITECTURES[platform.machine()]
-    numbers = [entry.split()[1 + column] for entry in CALLS.split(";")]
-    code = _filter(architecture, column, [int(number) for number in numbers if number != "-"])
+    numbers = [entry.split()[1 + column] for entry in (REFUSED if terminal else CALLS).split(";")]
+    make = _refusals if terminal else _filter
+    code = make(architecture, column, [int(number) for number in numbers if number != "-"])
     text = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: count, pointer
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(text))
@@ -137,19 +168,38 @@ def seccomp() -> None:
 def _filter(architecture: int, column: int, numbers: list[int]) -> bytes:
     """Return instructions of classic BPF over struct seccomp_data: nr at 0, arch at 4, arguments from 16, 8 bytes
     each."""
-    allow, deny, kill = (6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x00050000 | 38), (6, 0, 0, 0x80000000)
-
-    def load(at: int) -> tuple:
-        return (0x20, 0, 0, at)
-
-    def equal(value: int, then: int, otherwise: int) -> tuple:
-        return (0x15, then, otherwise, value)
-
-    code = [load(4), equal(architecture, 1, 0), kill, load(0), (0x35, 0, 1, 0x40000000), kill]  # x32 has other numbers
+    code = [*_of_architecture(architecture)]
     for number in numbers:
-        code += [equal(number, 0, 1), allow]
-    code += [equal(CLONE[column], 0, 4), load(16), (0x45, 0, 1, CLONE_THREAD), allow, deny]
-    code += [equal(PRLIMIT[column], 0, 4), load(16), equal(0, 0, 1), allow, deny]
-    code += [equal(FCNTL[column], 0, 6), load(24)]
-    code += [equal(F_SETOWN, 3, 0), equal(F_SETSIG, 2, 0), equal(F_SETOWN_EX, 1, 0), allow, deny]
-    return b"".join(struct.pack("=HBBI", *each) for each in [*code, deny])
+        code += [_equal(number, 0, 1), ALLOW]
+    code += [_equal(CLONE[column], 0, 4), _load(16), (0x45, 0, 1, CLONE_THREAD), ALLOW, ABSENT]
+    code += [_equal(PRLIMIT[column], 0, 4), _load(16), _equal(0, 0, 1), ALLOW, ABSENT]
+    code += [_equal(FCNTL[column], 0, 6), _load(24)]
+    code += [_equal(F_SETOWN, 3, 0), _equal(F_SETSIG, 2, 0), _equal(F_SETOWN_EX, 1, 0), ALLOW, ABSENT]
+    return _bytes([*code, ABSENT])
+
+
+def _refusals(architecture: int, column: int, numbers: list[int]) -> bytes:
+    code = [*_of_architecture(architecture)]
+    for number in numbers:
+        code += [_equal(number, 0, 1), REFUSE]
+    code += [_equal(CLONE3, 0, 1), ABSENT]
+    code += [_equal(CLONE[column], 0, 4), _load(16), (0x45, 0, 1, NEW_NAMESPACES), REFUSE, ALLOW]
+    code += [_equal(PRLIMIT[column], 0, 4), _load(16), _equal(0, 1, 0), REFUSE, ALLOW]
+    return _bytes([*code, ALLOW])
+
+
+def _of_architecture(architecture: int) -> list[tuple]:
+    """Kill at calls of another architecture, or of x32, whose numbers are others; then load the number."""
+    return [_load(4), _equal(architecture, 1, 0), KILL, _load(0), (0x35, 0, 1, 0x40000000), KILL]
+
+
+def _load(at: int) -> tuple:
+    return (0x20, 0, 0, at)
+
+
+def _equal(value: int, then: int, otherwise: int) -> tuple:
+    return (0x15, then, otherwise, value)
+
+
+def _bytes(code: list[tuple]) -> bytes:
+    return b"".join(struct.pack("=HBBI", *each) for each in code)

@@ -20,8 +20,8 @@ from typing import Any
 
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError, SandboxError
-from aligner.rewards.sandbox.confine import landlock_version
-from aligner.rewards.sandbox.session import SILENT_S, ProgramSession, RunEnd
+from aligner.sandbox.confine import landlock_version
+from aligner.sandbox.session import SILENT_S, ProgramSession, RunEnd
 
 TIERS = ("bubblewrap", "unshare", "landlock")  # best first
 RUNNER = Path(__file__).with_name("runner.py")
@@ -99,7 +99,7 @@ class Sandbox:
             "program": [program] if isinstance(program, str) else list(program),
             "judges": judges,
             "total_s": TESTS * limits["cpu_s"],
-            "readable": _readable(),
+            "readable": readable_paths(),
             "own_root": self.tier == "unshare",
             "landlock": self.tier != "unsafe" and landlock_version() > 0,
             "seccomp": self.tier != "unsafe",
@@ -130,7 +130,7 @@ class Sandbox:
             return [_program("unshare"), *apart, *python]
         if self.tier != "bubblewrap":
             return python
-        binds = [text for path in _readable() for text in ("--ro-bind", path, path)]
+        binds = [text for path in readable_paths() for text in ("--ro-bind", path, path)]
         apart = ["--unshare-user", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
         device = ["--dev-bind", "/dev/null", "/dev/null"]
         return [_program("bwrap"), *apart, *binds, *device, "--remount-ro", "/", "--", *python]
@@ -141,7 +141,7 @@ def _program(name: str) -> str:
     return shutil.which(name) or name
 
 
-def _readable() -> list[str]:
+def readable_paths() -> list[str]:
     """Return the paths that a program may read: Python's installation, the system's libraries, and the folder of
     `runner.py`."""
     python = {sys.base_prefix, os.path.realpath(sys.base_prefix)}

@@ -1,0 +1,155 @@
+"""A terminal for each trajectory: `environment.path=aligner.environments.terminal:Terminal`.
+
+The model has a shell, a Python and files in a sandbox of its own (aligner/sandbox/terminal.py). At the end its work is
+tested there, with the processes of the agent gone and the system's folders as before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from aligner.environments.task_folders import TaskFolder, read_task
+from aligner.errors import SandboxError
+from aligner.sandbox.images import unpacked
+from aligner.sandbox.terminal import TerminalLimits, TerminalSandbox, lacks
+
+TEST = "/tests/test.sh"
+ERROR = "error: "  # by which a worker counts calls that failed
+REWARD = "/logs/verifier/reward.txt"
+# a test imports neither what lies in the folder of the work nor what the agent has installed for its user
+CLEAN = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": "/tests", "PYTHONDONTWRITEBYTECODE": "1"}
+# calls at a time in this process: more would wait for each other's processors
+_TURN = threading.BoundedSemaphore(2 * len(os.sched_getaffinity(0)))
+
+
+class Terminal:
+    """A terminal over an image: a folder, a tar file or an OCI layout; "": the programs of this machine.
+
+    memory_mb, processes, disk_mb: of the sandbox. cpu_s, waits_s: of a call. test_s: CPU seconds of the tests.
+    output_chars: of a call's text, whose middle is cut. folder: the working directory.
+    """
+
+    def __init__(self, image: str = "", folder: str = "/app", test_s: float = 60.0, **limits: Any):
+        self._limits, self._image, self._folder, self._test_s = TerminalLimits(**limits), image, folder, test_s
+        self._sandbox: TerminalSandbox | None = None
+
+    @classmethod
+    def check(cls, **args: Any) -> None:
+        """Raise TypeError or an error of the project if there are no such terminals on this machine."""
+        if image := cls(**args)._image:
+            unpacked(image)
+        if why := lacks():
+            raise SandboxError(why)
+
+    def reset(
+        self,
+        seed: int,
+        task: str = "",
+        instruction: str = "",
+        files: Mapping[str, str] | None = None,
+        setup: str = "",
+        tests: str | Mapping[str, str] | None = None,
+    ) -> str | None:
+        """Make the sandbox of a task: a folder, or the other columns.
+
+        setup: bash before the model's first call. tests: bash, or files of which one is test.sh.
+        """
+        own = {"test.sh": tests} if isinstance(tests, str) and tests else _texts(tests)
+        self._task = read_task(task) if task else TaskFolder(instruction, _texts(files), own)
+        if "test.sh" not in self._task.tests and type(self).get_reward is Terminal.get_reward:
+            raise ValueError("a row has neither `task` nor `tests`: expected a test, by which its reward is decided")
+        image = self._task.image or self._image
+        with _TURN:
+            folder = self._task.folder or self._folder
+            self._sandbox = TerminalSandbox(self._limits, unpacked(image) if image else "", folder)
+            self._end = weakref.finalize(self, self._sandbox.close)
+            if self._task.files:
+                _expect(self._sandbox.write(self._task.files), "files")
+            if setup:
+                _expect(self._sandbox.run(["bash", "-c", setup], self._test_s, {}), "setup")
+        return self._task.instruction or None
+
+    def bash(self, command: str) -> str:
+        """Run a command in the shell, which keeps its folder and variables.
+
+        Args:
+            command: Lines of bash.
+        """
+        return self._text(self._open.bash, command)
+
+    def python(self, code: str) -> str:
+        """Run code in a Python interpreter, which keeps its variables, and show the value of the last expression.
+
+        Args:
+            code: Lines of Python.
+        """
+        return self._text(self._open.python, code)
+
+    def edit(self, path: str, old: str, new: str) -> str:
+        """Replace a text that occurs once in a file.
+
+        Args:
+            path: The file.
+            old: The text to replace.
+            new: The text that replaces it.
+        """
+        return self._text(self._open.edit, path, old, new) or f"edited {path}"
+
+    def write(self, path: str, text: str) -> str:
+        """Write a file, with the folders that it needs.
+
+        Args:
+            path: The file.
+            text: All of its contents.
+        """
+        return self._text(self._open.write, {path: text}) or f"wrote {path}"
+
+    def get_reward(self) -> float | None:
+        """Run the tests. Return the number in reward.txt if they write one, else 1 if they exit with 0, else 0."""
+        sandbox = self._open
+        with _TURN:
+            sandbox.renew()
+            files = {f"/tests/{name}": text for name, text in self._task.tests.items()}
+            _expect(sandbox.write(files | {f"{os.path.dirname(REWARD)}/.keep": ""}), "tests")
+            seconds = self._task.test_s or self._test_s
+            result = sandbox.run(["bash", TEST], seconds, CLEAN | dict(self._task.environ))
+            text = sandbox.read(REWARD)
+        self._end()
+        return _number(text) if text is not None and not result["why"] else float(result["status"] == 0)
+
+    @property
+    def _open(self) -> TerminalSandbox:
+        assert self._sandbox is not None
+        return self._sandbox
+
+    def _text(self, ask: Any, *arguments: Any) -> str:
+        with _TURN:
+            answer = ask(*arguments)
+        text = answer["out"].removesuffix("\n")
+        end = f"({answer['why']})" if answer["why"] else ""
+        if not end and answer["status"] and not text.startswith(ERROR):
+            end = f"(exit status {answer['status']})"
+        return "\n".join(line for line in (text, end) if line)
+
+
+def _texts(files: Any) -> dict[str, str]:
+    """Return files by names. A table that has a column for each name of any row has None for those of others."""
+    return {name: text for name, text in dict(files or {}).items() if text is not None}
+
+
+def _expect(answer: dict[str, Any], what: str) -> None:
+    if answer["status"] != 0:
+        raise RuntimeError(f"{what}: {answer['out'][-500:]}{answer['why']} (exit status {answer['status']})")
+
+
+def _number(text: str) -> float:
+    """Return a reward; 0 for what is no finite number."""
+    try:
+        value = float(text.strip() or "nan")
+    except ValueError:
+        return 0.0
+    return value if abs(value) < float("inf") else 0.0
