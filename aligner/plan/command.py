@@ -25,7 +25,7 @@ from aligner.plan.rows import CRITERIA
 from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
 from aligner.plan.sweep import Sweep, widths
-from aligner.plan.times import decode_step
+from aligner.plan.times import decode_step, drafting_seconds
 
 FASTER = 0.9  # of the native engine's seconds: a step with vLLM that is worth a line
 
@@ -121,7 +121,7 @@ def _draft_lines(here: Prediction) -> list[str]:
 
     def longer(rows: int) -> float:
         many, one = (decode_step(job, here.machine, rows, seen, fed)[0] for fed in (width, 1))
-        return many / one
+        return (many + drafting_seconds(job, here.machine, rows, seen)) / one
 
     most = max(1, min(job.slots()[0], engine.max_batch // width))
     text = " and ".join(f"{longer(rows):.2f} with {rows} row{'s' * (rows > 1)}" for rows in (1, most))

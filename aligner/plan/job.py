@@ -84,6 +84,7 @@ class Engine:
     in_flight: bool = False  # not of this project yet: it takes weights while rows run on, and keeps their cache
     page: int = 0  # tokens of a page of the cache, which rows take as they grow; 0: rows are whole
     drafts: int = 0  # tokens drafted for a row, at most `max_batch` tokens of a step
+    ahead: bool = False  # by the model's layer for multi-token prediction, if it has one
     accepted: float = 0.0  # tokens that a row gets from a step with drafts; 0: drafts are not counted
 
 
@@ -165,8 +166,8 @@ class PlanJob:
 
     @property
     def served(self) -> PlannedModel:
-        """What engines have of the policy, and what passes without gradient compute."""
-        return replace(self.policy, shape=generating(self.policy.shape))
+        """What engines have of the policy."""
+        return replace(self.policy, shape=generating(self.policy.shape, self.engine is not None and self.engine.ahead))
 
     @property
     def asked(self) -> tuple[PlannedModel, ...]:
@@ -176,7 +177,8 @@ class PlanJob:
         if not self.rollout or STAGES[self.stage].pairs:
             return tuple(model for model in self.models if self.passes.get(model.role))
         others = tuple(model for model in self.models[1:] if model.name != "reward")
-        return others if self.old_in_update else (self.served, *others)
+        plain = replace(self.policy, shape=generating(self.policy.shape))  # as passes without gradient compute it
+        return others if self.old_in_update else (plain, *others)
 
     @property
     def taught(self) -> PlanJob:
@@ -214,7 +216,7 @@ class PlanJob:
     def slots(self) -> tuple[int, float]:
         """Return (rows decoded together by one engine, bytes of its cache per GPU), as `plan_generation` cuts the
         budget."""
-        engine, shape = self.engine, self.policy.shape
+        engine, shape = self.engine, self.served.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor // engine.shares) + self.routing
         at_once = engine.lag if engine.in_flight else 1 + engine.lag * bool(engine.window)
@@ -341,6 +343,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         window=e.window,
         page=e.page_tokens,
         drafts=e.draft_tokens,
+        ahead=e.reads_ahead,
         pauses=e.can.windows and (not cfg.environment.on or in_turns),
     )
     return replace(planned, **entry_of(e.name).planned)

@@ -442,7 +442,7 @@ def kv_bytes(m: ModelConfig, element: int, tensor: int = 1) -> float:
             share * max(1.0, each.num_kv_heads / tensor) * (each.kv_channels + each.value_channels)
             for each, share in kinds
         )
-    return len(m.layers_of("attention")) * width * element
+    return (len(m.layers_of("attention")) + m.mtp.layers) * width * element
 
 
 def decode_weight_bytes(

@@ -405,6 +405,20 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed
     return busy + wire, wire
 
 
+def drafting_seconds(job: PlanJob, machine: Machine, rows: float, context: float) -> float:
+    """Return the seconds in which a layer for multi-token prediction drafts tokens of `rows` rows, one after the other:
+    each takes of a decode step as much as the layer and the output matrix are of the weights. Prompt lookup takes
+    none."""
+    engine, m = job.engine, job.served.shape
+    assert engine is not None
+    if not m.mtp.layers:
+        return 0.0
+    ends = m.vocab_size * m.hidden_size
+    layers = parameters(m) - (1 if m.tie_embeddings else 2) * ends
+    fraction = (layers / (m.num_layers + 1) + ends) / (layers + ends)
+    return engine.drafts * fraction * sum(decode_step(job, machine, rows, context))
+
+
 def _decode_wire(job: PlanJob, machine: Machine, ranks: int, count: int, rows: float) -> float:
     """Return the seconds of all-reduces of a decode step's tokens over `ranks` of an engine."""
     assert job.engine is not None
@@ -442,6 +456,8 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
         if engine.drafts and engine.accepted and active * (1 + engine.drafts) <= engine.max_batch:
             fed, steps = 1 + engine.drafts, steps / engine.accepted
         busy, wire = decode_step(job, machine, active, reach, fed)
+        if fed > 1 and job.served.shape.mtp.layers:
+            phase.parts["drafts"] += steps * drafting_seconds(job, machine, active, reach)
         phase.parts["decode"] += steps * (busy - wire)
         if wire:
             phase.parts["tp communication"] += steps * wire

@@ -119,12 +119,12 @@ def test_many_seeds(source, kind):
 @from_each
 def test_quantised_weights_and_other_ones(engine_of):
     """As they are after a refit, also of adapters."""
-    outputs = []
+    outputs, weights = [], weights_of(engine_of())
     for count in (0, COUNT):
         engine = QuantizedEngine(engine_of(draft_tokens=count), make_quantizer("int8", modelopt=False)[0], True)
         for factor in (1, 1.3):
             engine.begin_update(7)
-            engine.update_weights((name, factor * weight) for name, weight in weights_of(engine_of()).items())
+            engine.update_weights((name, factor * weight) for name, weight in weights.items())
             engine.finish_update()
             outputs.append(engine.generate(PROMPTS, seeds_for(PROMPTS, 3), SAMPLING))
     for wanted, actual in zip(outputs[:2], outputs[2:], strict=True):

@@ -2,13 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from aligner.__main__ import main
 from aligner.cluster.site import load_site
+from aligner.config.resolve import compose
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import ConfigError
+from aligner.models.shards import hf_tensors
 from aligner.plan import command
 
 EIGHT = ["model=llama3_8b", "stage=grpo", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=512"]
@@ -291,6 +295,30 @@ def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):
     long = ["--response-tokens", "2000", "sampling.max_response_tokens=8192", "parallel.sequence=true"]
     main(["plan", "--gpus", "64", "stage=grpo", *model, *long, "batch.prompts=128", "batch.group=16"])
     assert ("engine=vllm would be faster: step " in capsys.readouterr().out) == faster
+
+
+def test_a_layer_that_drafts_takes_memory_and_time(capsys):
+    """As one more layer of the engine's weights and cache; prompt lookup takes none."""
+    job = ["plan", "--gpus", "64", "stage=grpo", "model=glm4.7_flash", "engine.max_batch=512", "parallel.expert=8"]
+    job += [
+        "engine.tensor_parallel=4",
+        "engine.kv_cache_bytes=8000000000",
+        "batch.prompts=64",
+        "batch.group=8",
+        "--json",
+    ]
+    plans, drafts = {}, ["engine.draft_tokens=3", "--acceptance-length", "2"]
+    for name, options in {"lookup": drafts, "layer": [*drafts, "model.mtp.layers=1"]}.items():
+        assert main([*job, *options]) == 0
+        plans[name] = json.loads(capsys.readouterr().out)
+    lookup, layer = (plan["memory"]["generate"]["items"] for plan in plans.values())
+    shape = replace(compose(["model=glm4.7_flash"]).model, mtp=MtpConfig(1))
+    own = [tensor for tensor in hf_tensors(shape) if tensor.spec.canonical.startswith("ahead.")]
+    share = sum((high - low) * t.entry_numel for t in own for low, high in [t.interval(4, 0)])
+    assert layer["engine weights"] - lookup["engine weights"] == pytest.approx(2 * share, rel=1e-3)
+    assert layer["kv cache"] / lookup["kv cache"] == pytest.approx(1 + 1 / shape.num_layers)
+    lookup, layer = (plan["time"]["generate"]["parts"] for plan in plans.values())
+    assert "drafts" not in lookup and layer["decode"] == lookup["decode"] > layer["drafts"] > 0
 
 
 def test_a_plan_names_the_acceptance_from_which_drafts_pay(capsys):
