@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import torch
 
 from aligner.errors import AlignerError, ConfigError
 from tests import stages
@@ -344,3 +345,61 @@ def test_a_step_without_a_right_answer_learns_nothing(tiny_data, teacher, tmp_pa
     assert [record["distill/taught"] for record in records] == [0, 0, 0]
     assert all(record["policy/grad_norm"] == record["policy/loss"] == 0 for record in records)
     assert all(record["distill/loss"] is None for record in records)
+
+
+def test_a_teacher_with_another_tokenizer_judges_spans_of_text(tiny_data, tiny_runs, tmp_path, monkeypatch):
+    """The first loss is what transformers' models say of the two texts. Stopped and resumed it is the same run."""
+    from transformers import AutoModelForCausalLM
+
+    from aligner.data.tokenizer import load_tokenizer, train_tokenizer
+    from aligner.stages import distill
+    from aligner.types import TeacherRows
+
+    student, byte, ask, batches = (
+        tiny_runs["sft"],
+        load_tokenizer(str(tiny_data / "tokenizer")),
+        distill.add_targets,
+        [],
+    )
+    pairs = train_tokenizer([f"say {c}: {c}" for c in stages.LETTERS] * 3, str(tmp_path / "pairs"), 300)
+    own = [f"model.tokenizer={tmp_path / 'pairs'}", "model.hidden_size=48", "run.steps=30", "checkpoint.final=false"]
+    other = stages.stage("sft", tiny_data, tmp_path / "teacher", *own)
+
+    def watched(teachers, rows):
+        batches.append(rows)
+        return ask(teachers, rows)
+
+    monkeypatch.setattr(distill, "add_targets", watched)
+    prompts = stages.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {c}:"} for c in stages.LETTERS[:16]])
+    own = [*OWN, f"model.init={student}", f"data.train={prompts}", f"algorithm.distill.teacher={other}"]
+    own += ["algorithm.distill={teacher_prompt: '{prompt}', temperature: 2}", "sampling.temperature=2"]
+    own += ["optim.schedule=constant", "checkpoint.every=3", "run.export=false", "batch.micro_batch_samples=16"]
+    straight = stages.stage("distill", tiny_data, tmp_path / "straight", *own, "run.steps=6")
+    record, rows, theirs = stages.records(straight)[0], batches[0], batches[0].of(TeacherRows)
+    models = [AutoModelForCausalLM.from_pretrained(x / "hf", dtype=torch.float64) for x in (student, other)]
+    gaps, sizes = [], []
+    for i in range(16):
+        sides = (
+            (rows.tokens[i, : rows.lengths[i]], theirs.spans[i]),
+            (
+                theirs.teacher_tokens[i, : theirs.teacher_lengths[i]],
+                theirs.teacher_spans[i],
+            ),
+        )
+        for n in range(1, int(theirs.spans[i].max()) + 1):
+            ids = [tokens[spans[: len(tokens)] == n] for tokens, spans in sides]
+            assert byte.decode(ids[0]).replace("<pad>", "") == pairs.decode(ids[1])
+            sizes.append(len(ids[1]))
+            sums = []
+            for model, (tokens, spans) in zip(models, sides, strict=True):
+                with torch.no_grad():
+                    logprobs = (model(tokens[None]).logits[0] / 2).log_softmax(-1)
+                at = (spans[: len(tokens)] == n).nonzero()[:, 0]
+                sums.append(float(logprobs[at - 1, tokens[at]].sum()))
+            gaps.append(sums[0] - sums[1])
+        assert pairs.decode(sides[1][0]).partition(":")[0] == byte.decode(sides[0][0]).partition(":")[0]
+    assert max(sizes) > 1 and record["distill/loss"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+    assert 0 <= record["distill/unaligned_fraction"] < 0.3
+    stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=3")
+    resumed = stages.stage("distill", tiny_data, tmp_path / "run", *own, "run.steps=6")
+    assert stages.differences(resumed, straight) == [] and stages.same_weights(resumed, straight)
