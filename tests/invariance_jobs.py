@@ -84,7 +84,7 @@ DISTILL = {
     "distill": DistillConfig(kind="jsd", beta=0.3, temperature=1.5, sft_coef=0.2),
     "distill_top_k": DistillConfig(kind="mixed", beta=0.4, top_k=3, sft_coef=0.2),
     # of spans of its text, behind the same, by a teacher with another tokenizer
-    "distill_spans": DistillConfig(kind="reverse_kl", temperature=1.5, on_policy=1.0, teacher_prompt="{prompt}"),
+    "distill_spans": DistillConfig(kind="reverse_kl", temperature=3.0, on_policy=1.0, teacher_prompt="{prompt}"),
     "opsd": DistillConfig(kind="jsd", on_policy=1.0, teacher_prompt="{prompt}"),  # behind its beginning, reversed
     # likewise, by the average of its own weights; of rows without a right answer it learns nothing
     "sdpo": DistillConfig("self", kind="reverse_kl", on_policy=1.0, teacher_prompt="{prompt}{right_answer}"),
