@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aligner.megatron import kernels
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels import fused
 from aligner.ops.kernels.experts import Pairs, combine, expand
 from aligner.ops.kernels.logprobs import token_logprobs

@@ -67,6 +67,8 @@ def make_rollouts(
     stream = make_stream(job, prompts, count, curriculum=cfg.curriculum)
     own_slots = range(count)[share(count, layout.data, layout.dp_rank)]
     sampling = make_sampling(job, cfg.sampling.temperature, cfg.sampling.max_response_tokens)
+    if cfg.model.invariant:
+        policy.first_layer = partial(on_demand("mismatch.expect"), policy, refit.engine)
     if cfg.environment.on:
         generator = on_demand("environment, to generate")(job, refit.engine, sampling)
     else:

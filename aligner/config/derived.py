@@ -132,6 +132,7 @@ def asks_old_logprobs(cfg: Config) -> str:
     asked = {
         "mismatch.correction": not methods <= set(WEIGHING),  # the update can weigh tokens, and reject none
         "mismatch.stop_above": cfg.mismatch.stop_above > 0,
+        "mismatch.expect": cfg.mismatch.expect == "zero",
         "algorithm.kl.placement": a.kl.coef > 0 and a.kl.placement == "reward",
         "algorithm.policy_loss": a.policy_loss in ("clip_cov", "kl_cov"),
         "debug.first_step_checks": cfg.debug.first_step_checks,

@@ -101,6 +101,7 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "debug.train_only": ("aligner.builders.recordings:make_recorded", lambda cfg: bool(cfg.debug.train_only)),
     "debug.replay": ("aligner.builders.recordings:make_replayed", lambda cfg: bool(cfg.debug.replay)),
     "debug.record": ("aligner.builders.recordings:make_recorder", lambda cfg: recorded_steps(cfg) > 0),
+    "mismatch.expect": ("aligner.rollout.layers:first_layer", lambda cfg: cfg.model.invariant),
     "debug.record_answers": ("aligner.engines.recorded:recording", lambda cfg: cfg.debug.record_answers),
 }
 

@@ -112,12 +112,30 @@ mismatch.replay_routing engine.section=vllm => engine.vllm.prefix_reuse =true
 engine.draft_tokens engine.section=vllm => mismatch.replay_routing =false | with {engine.draft_tokens=} of vLLM
 engine.draft_tokens engine.section=vllm => sampling.min_p =0 | with {engine.draft_tokens=} of vLLM, which drops it
 """),
+    "zero": rules("""
+mismatch.expect=zero !stage.its.rollouts => mismatch.expect =any
+    | for stage {stage.name}: {stages.rollouts} have an engine
+mismatch.expect=zero => model.kernels =auto|invariant | with {mismatch.expect=}
+mismatch.expect=zero => debug.train_only off | with {mismatch.expect=}: stored samples are of other weights
+mismatch.expect=zero => engine.name =native | with {mismatch.expect=}: other engines have kernels of their own
+mismatch.expect=zero => engine.lag, engine.ranks =0 | with {mismatch.expect=}: samples are of the trainer's own weights
+mismatch.expect=zero => engine.quantization =none | with {mismatch.expect=}
+mismatch.expect=zero => debug.record_answers =false | with {mismatch.expect=}
+mismatch.expect=zero => engine.dtype =auto | with {mismatch.expect=}: the trainer's
+mismatch.expect=zero => model.lora.rank =0
+    | with {mismatch.expect=}: the engine multiplies merged weights, the trainer adapters on their own
+"""),
     "ranks": rules("""
 !engine.ranks => world size %ranks.grid | | Change --ranks or the layout.
 engine.ranks => world size less engine.ranks %ranks.grid | | Change --ranks or the layout.
 => parallel.expert /ranks.experts | , which share the experts
 """),
     "layout": rules("""
+model.kernels=invariant => model.family =llama|mistral|qwen2|qwen3
+    | with model.kernels=invariant: others have parts whose sums depend on the rows beside a token
+model.kernels=invariant => parallel.tensor, parallel.context, engine.tensor_parallel =1
+    | with model.kernels=invariant: sums over ranks have other orders
+mismatch.expect=zero => parallel.pipeline =1 | with mismatch.expect=zero: it was not compared
 => model.num_heads, model.attention.global_kv_heads, model.linear.key_heads %parallel.tensor
 !model.traits.entries => model.num_kv_heads %parallel.tensor
 model.traits.entries => model.latent.output_groups %parallel.tensor

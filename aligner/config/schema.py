@@ -105,6 +105,8 @@ engine.can.replays => debug.record_answers =false | with engine.name=recorded
             self.engine = replace(self.engine, name="recorded", cuda_graphs=False)
         super().__post_init__()
         settle(self)
+        if self.mismatch.expect == "zero" and self.model.kernels == "auto":
+            self.model.kernels = "invariant"
         preference = self.algorithm.preference
         if preference.reference == "auto":  # adapters that are left out cannot follow the policy
             preference.reference = "adapter" if self.model.lora.rank and not preference.sync_every else "model"

@@ -23,7 +23,7 @@ def validate(cfg: Config, world_size: int) -> None:
 def validate_values(cfg: Config, world_size: int) -> None:
     """Check everything but whether the data and the weights exist: the part of `validate` before they are here."""
     stage, subject = STAGES[cfg.stage.name], RuleContext(cfg, world_size)
-    subject.check("without effect", "engines", "factors", "routing", "ranks")
+    subject.check("without effect", "engines", "factors", "routing", "zero", "ranks")
     validate_model(cfg, cfg.model)
     subject.check("stage")
     if is_source(cfg.stage.name):

@@ -29,10 +29,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.megatron import kernels, varlen
+from aligner.megatron import varlen
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import LayerConfig, SharedVector, with_fields
 from aligner.models.rope import score_scale
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels.bfloat16_products import widened
 from aligner.ops.kernels.indexed_attention import Index, indexed_attention
 from aligner.ops.kernels.scored_attention import ScoreRule, attention
@@ -71,7 +72,7 @@ class StreamAttention(SelfAttention):
         layer, shape = self.layer_number - 1, model.attention
         self.is_local, self.is_rotated = shape.is_local(layer), model.is_rotated(layer)
         self.is_last = self.layer_number == config.num_layers
-        self.scores = ScoreRule(score_scale(model), shape.softcap)
+        self.scores = ScoreRule(score_scale(model), shape.softcap, invariant=config.invariant)
         self.neighbours = model.traits.interleaved_rotary
         # of [queries, key, value] of a group
         self.each = [model.queries_per_group] + [1] * model.kv_matrices(model.heads_of(layer))
@@ -242,7 +243,7 @@ def attend_segment(
     q = query.view(rows, segment.q_width, *query.shape[1:]).transpose(1, 2)
     k, v = (x.view(rows, segment.k_width, *x.shape[1:]).transpose(1, 2) for x in (key, value))
     mask, dtype = segment.mask, q.dtype
-    if widened(q.device, dtype):  # the fused kernel has products of its own
+    if widened(q.device, dtype) and not scores.invariant:  # the fused kernel has products of its own
         q, k, v = q.float(), k.float(), v.float()
         mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
     if index is not None and (index.lesson is not None or segment.k_width > index.top_k):
@@ -269,7 +270,10 @@ class GatedMLP(MLP):
         mixed = mixed if bias is None else mixed + bias
         if self.config.gated_linear_unit:
             limit = self.config.activation_func_clamp_value
-            mixed = kernels.swiglu(mixed) if gate is silu and limit is None else kernels.gated(mixed, gate, limit)
+            if gate is silu and limit is None:
+                mixed = kernels.swiglu(mixed, self.config.invariant)
+            else:
+                mixed = kernels.gated(mixed, gate, limit)
         else:
             mixed = gate(mixed)
         out, bias = self.linear_fc2(mixed)

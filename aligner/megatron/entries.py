@@ -18,11 +18,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.megatron import kernels
 from aligner.megatron.attention import Stream, attend_segment
 from aligner.megatron.collectives import gather_first
 from aligner.megatron.sharing import LayerConfig, SharedLinear, SharedVector, checkpoint_entries, mark_shared
 from aligner.models.rope import attention_factor, inverse_frequencies
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels.entries import entries_seen, pooled, tokens_seen
 from aligner.ops.kernels.indexed_attention import Index, chosen
 from aligner.ops.kernels.scored_attention import ScoreRule

@@ -22,10 +22,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from aligner.config.sections.model.config import ModelConfig
-from aligner.megatron import kernels
 from aligner.megatron.attention import Stream, attend, gathered
 from aligner.megatron.sharing import LayerConfig, SharedLinear
 from aligner.models.rope import INDEX_EPS, LATENT_EPS, score_scale
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels.indexed_attention import Index, Lesson
 from aligner.ops.kernels.scored_attention import ScoreRule
 

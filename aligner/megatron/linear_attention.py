@@ -21,10 +21,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from aligner.config.sections.model.linear import LinearConfig
-from aligner.megatron import kernels
 from aligner.megatron.attention import Stream
 from aligner.megatron.collectives import gather_first, heads_to_tokens, tokens_to_heads
 from aligner.megatron.sharing import LayerConfig, checkpoint_entries, mark_shared
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels import fused
 from aligner.ops.kernels.linear_rules import RULES, vector_dtype
 from aligner.ops.kernels.spread import spread

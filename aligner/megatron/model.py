@@ -39,7 +39,7 @@ from aligner.megatron.attention import GatedMLP, RMSNorm, Stream, StreamAttentio
 from aligner.megatron.entries import EntryAttention
 from aligner.megatron.groups import Layout
 from aligner.megatron.hyper import HyperLayer, JoiningNorm, begin_streams
-from aligner.megatron.kernels import gelu_tanh, relu2
+from aligner.megatron.invariant import InvariantColumn, InvariantRow, use_invariant_products
 from aligner.megatron.latent import LatentAttention
 from aligner.megatron.linear_attention import LinearAttention
 from aligner.megatron.moe import ExpertLayer, StreamLayer
@@ -55,6 +55,7 @@ from aligner.megatron.variants import (
     scale_embeddings,
 )
 from aligner.models.params import embedding_factor
+from aligner.ops.kernels.elementwise import gelu_tanh, relu2
 from aligner.ops.kernels.products import use_fast_products
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def modules_of(cfg: ModelConfig, dtype: torch.dtype, device: torch.device) -> di
     # on the meta device TransformerEngine's modules would take memory
     used = {kind for kind, reason in te_kinds(cfg).items() if not reason and device.type != "meta"}
     column, row = ColumnParallelLinear, RowParallelLinear
+    if cfg.invariant:
+        column, row = InvariantColumn, InvariantRow
     if "linear layers" in used:
         column, row = (partial(_summing, kind) for kind in (te.TEColumnParallelLinear, te.TERowParallelLinear))
     rows = varlen.flash if varlen.is_used(cfg, dtype, device) else None
@@ -133,6 +136,7 @@ def transformer_config(
     family = cfg.traits
     config = LayerConfig(
         **modules_of(cfg, dtype, device),
+        invariant=cfg.invariant,
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
         ffn_hidden_size=cfg.ffn_hidden_size,
@@ -361,6 +365,8 @@ def build_model(
     assert cfg.vocab_size > 0, "model.vocab_size must be resolved from the tokenizer first"
     check_kernels(cfg, dtype, device)
     use_fast_products(device, dtype)
+    if cfg.invariant:
+        use_invariant_products(device)
     tp_rank = layout.tp_rank
     model_parallel_cuda_manual_seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
     config = transformer_config(cfg, layout, dtype, device, buffers is not None)

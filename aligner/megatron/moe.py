@@ -46,11 +46,11 @@ from torch.utils.checkpoint import checkpoint
 
 from aligner.config.sections.model.config import ModelConfig
 from aligner.families.rows import BRANCH_NORMS
-from aligner.megatron import kernels
 from aligner.megatron.attention import GatedMLP
 from aligner.megatron.dispatch import exchange_sizes, through
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries, with_fields
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels.add_loss import add_loss
 from aligner.ops.kernels.experts import (
     ReplayedExperts,

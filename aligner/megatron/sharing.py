@@ -22,6 +22,7 @@ class LayerConfig(TransformerConfig):
     column: Callable[..., Any] | None = None  # linear layers
     row: Callable[..., Any] | None = None
     norm: Callable[..., Any] | None = None
+    invariant: bool = False  # `model.kernels`
     rows: Callable[..., Tensor] | None = None  # attention of rows of any length (`varlen.attend`); None: by segments
 
 

@@ -44,6 +44,7 @@ from aligner.megatron.update import know_norms_apart, use_few_passes
 from aligner.megatron.weights import EMBEDDING, WeightSource, load_weights, local_parameters
 from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.ops.kernels.frozen import Frozen
+from aligner.ops.kernels.invariant import by_rows, linear
 from aligner.ops.kernels.products import shape_step
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.upload import upload
@@ -280,7 +281,8 @@ class ShardedModel:
     def _rotated(self, packing: Packing, local: bool) -> Stream:
         angles = packing.positions[:, None].float() * self._frequencies[local]
         scale = attention_factor(self.cfg, local)
-        cos, sin = ((f(angles) * scale).to(self.dtype)[:, None] for f in (torch.cos, torch.sin))
+        functions = (partial(by_rows, f) if self.cfg.invariant else f for f in (torch.cos, torch.sin))
+        cos, sin = ((f(angles) * scale).to(self.dtype)[:, None] for f in functions)
         factors = query_factors(self.cfg, packing.positions[:, None, None])
         group = self.layout.pgs.cp if self.layout.context > 1 else None
         return Stream(packing, cos, sin, group, self.layout.over_heads, factors=factors)
@@ -313,9 +315,9 @@ class ShardedModel:
         others = [x.flatten(0, 1).index_select(0, batch.packing.targets) for x in others]
 
         def read_chunk(hidden: Tensor, targets: Tensor, *beside: Tensor) -> Tensor:
-            return read(scaled_logits(torch.nn.functional.linear(hidden, weight), scales), targets, *beside)
+            return read(scaled_logits(product(hidden, weight), scales), targets, *beside)
 
-        scales = self.cfg.scales
+        scales, product = self.cfg.scales, linear if self.cfg.invariant else torch.nn.functional.linear
         numbers += 2 * bool(scales.logits_softcap)
         step = max(1, budget_bytes // (4 * numbers * len(weight)))
         parts = list(zip(*(x.split(step) for x in (hidden, *others)), strict=True))

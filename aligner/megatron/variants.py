@@ -13,10 +13,10 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.megatron.attention import GatedMLP, StreamAttention
 from aligner.megatron.groups import Layout
-from aligner.megatron.kernels import collect, gelu_tanh
 from aligner.megatron.moe import StreamLayer
 from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries
 from aligner.models.params import rounded_root
+from aligner.ops.kernels.elementwise import collect, gelu_tanh
 
 
 class _NormedOutput:

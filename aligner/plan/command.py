@@ -102,7 +102,7 @@ def _engine_lines(args: argparse.Namespace, cfg: Config, here: Prediction) -> li
         return []
     with suppress(ConfigError):  # of what vLLM does not support
         other_cfg = compose_over(cfg, ["engine.name=vllm"])
-        RuleContext(other_cfg, args.gpus).check("engines", "factors", "routing", "ranks")
+        RuleContext(other_cfg, args.gpus).check("engines", "factors", "routing", "zero", "ranks")
         check_model(other_cfg, here.job.policy.shape)
         other = predicted(args, other_cfg)
         step_s, native_s = other.overlapped[0], here.overlapped[0]

@@ -44,6 +44,8 @@ class Policy:
     hits: bool = False
     log_squares: bool = False
     ptx: Ptx | None = None  # rows that every update learns in addition to its own
+    # (tokens, how many of them are its prompt) -> the layer in which an engine computes other bits
+    first_layer: Callable[[list[int], int], str] | None = None
     replays: ClassVar[bool] = True  # sends tokens to the engine's choice of experts, where rows have it
 
     def _outputs(self, hidden: Tensor, batch: TrainBatch, update: bool) -> TokenOutputs:

@@ -92,7 +92,7 @@ def grpo(
             rollout.advantages = group_advantages(rollout, scores, cfg, group)
             metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
             if find_old:
-                check_mismatch(metrics, rollout, cfg.mismatch)
+                check_mismatch(metrics, rollout, cfg.mismatch, policy.first_layer)
             checks.before_update(rollout, policy, reference)
 
         stats, before = [], policy.model.step_count
@@ -108,7 +108,7 @@ def grpo(
 
         metrics |= finish_mismatch(average(stats)) | balancer.metrics() | {"kl/coef": kl.coef}
         if not find_old:
-            check_mismatch(metrics, rollout, cfg.mismatch)
+            check_mismatch(metrics, rollout, cfg.mismatch, policy.first_layer)
         if reference:
             kl.update(metrics[kl.metric], samples)
         finish_rollout(run, step, metrics, rollout, scores, cfg, group)

@@ -109,7 +109,7 @@ def ppo(
         with run.timers("advantages"):
             rollout.advantages, rollout.returns = critic_advantages(rollout, cfg.algorithm, group)
             metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group) | value_metrics(rollout, group)
-            check_mismatch(metrics, rollout, cfg.mismatch)
+            check_mismatch(metrics, rollout, cfg.mismatch, policy.first_layer)
             checks.before_update(rollout, policy, reference)
 
         policy_stats, critic_stats = [], []

@@ -41,5 +41,5 @@ def rollout_only(run: Run, rollouts: Rollouts, policy: Policy, cfg: Config) -> N
         correct_mismatch(rollout, cfg.mismatch)
         set_token_rewards(rollout, cfg.algorithm, 0.0, response_limit(cfg))
         metrics |= rollout_metrics(rollout, scores, cfg.algorithm, group)
-        check_mismatch(metrics, rollout, cfg.mismatch)
+        check_mismatch(metrics, rollout, cfg.mismatch, policy.first_layer)
         finish_rollout(run, step, metrics, rollout, scores, cfg, group)

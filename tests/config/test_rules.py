@@ -35,6 +35,22 @@ grpo@2 ; engine.ranks=1 ; engine.quantization=int8 => engine.quantization
 grpo@2 ; engine.ranks=1 ; debug.record_answers=true => debug.record_answers
 sft@2 ; engine.ranks=1 => engine.ranks
 grpo@2 ; engine.lag=1 => engine.lag
+sft ; mismatch.expect=zero => mismatch.expect
+grpo ; mismatch.expect=zero ; model.kernels=own => model.kernels
+grpo ; mismatch.expect=zero ; engine.name=vllm => engine.name
+grpo@2 ; mismatch.expect=zero ; engine.ranks=1 ; engine.lag=1 => engine.lag
+grpo@2 ; mismatch.expect=zero ; engine.ranks=1 => engine.ranks
+grpo ; mismatch.expect=zero ; engine.quantization=int8 => engine.quantization
+grpo ; mismatch.expect=zero ; engine.dtype=bfloat16 => engine.dtype
+grpo ; mismatch.expect=zero ; debug.record_answers=true => debug.record_answers
+grpo ; mismatch.expect=zero ; model.lora.rank=4 => model.lora.rank
+grpo ; mismatch.expect=zero ; debug.train_only=. => debug.train_only
+grpo ; mismatch.expect=zero ; model.family=gemma2 => model.family
+grpo ; mismatch.expect=zero ; model={family: qwen3, qk_norm: true, moe: {num_experts: 4}} => model.family
+grpo@2 ; mismatch.expect=zero ; parallel.tensor=2 => parallel.tensor
+grpo@2 ; mismatch.expect=zero ; parallel.context=2 => parallel.context
+grpo@2 ; mismatch.expect=zero ; parallel.pipeline=2 => parallel.pipeline
+grpo@2 ; mismatch.expect=zero ; engine.tensor_parallel=2 => engine.tensor_parallel
 sft@2 ; engine.lag=1 => engine.lag
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; engine.window=8 ; environment.agent=a:b => environment.agent
 grpo@3 ; engine.ranks=2 ; engine.tensor_parallel=2 ; engine.lag=1 ; engine.window=8 ; environment.tools=[a:b]

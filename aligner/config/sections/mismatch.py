@@ -28,6 +28,12 @@ class MismatchConfig(Section, key="mismatch"):
         choices=("auto", "none", *MISMATCH_BOUNDS),
         joined="+",
     )
+    expect: str = key(
+        "any",
+        "Mismatch that is expected. zero: none. model.kernels=invariant, which auto becomes, gives logprobs of engine "
+        "and trainer the same bits, and the first token that differs stops the run.",
+        choices=("any", "zero"),
+    )
     cap: float = key(0.0, "Largest weight of a token (tis_*). 0: the default.", least=0)
     low: float = key(
         0.0,

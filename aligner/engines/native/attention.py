@@ -58,6 +58,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scr
     kv_heads, T, d], mask float32 [n * w, 1, 1, T] (0 or -inf) -> [n * w, heads * d]."""
     (tokens, heads, d), (n, groups) = q.shape, k.shape[:2]
     w, share = tokens // n, heads // groups
+    if scores.invariant:
+        out = attention(q.view(n, w, heads, d).transpose(1, 2), k, v, mask.view(n, 1, w, -1), scores)
+        return out.transpose(1, 2).reshape(tokens, heads * d)
     if w == 1:
         return _attention(q.unflatten(1, (groups, share)), k, v, mask, scratch, scores).view(n, heads * d)
     # a row's tokens and the query heads of a group alike read the group's keys
@@ -71,7 +74,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scr
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scratch: Scratch, scores: ScoreRule) -> Tensor:
     """Return q [n, kv_heads, s, d], k and v [n, kv_heads, T, d], mask [n, 1, 1 or s, T] -> [n, kv_heads, s, d]."""
-    (n, groups, share, d), (scale, softcap, sinks) = q.shape, scores
+    (n, groups, share, d), (scale, softcap, sinks, _) = q.shape, scores
     length, scale = k.shape[2], scale or d**-0.5
     on_cpu, half = q.device.type == "cpu", q.dtype is torch.bfloat16
     if softcap:

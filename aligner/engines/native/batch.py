@@ -37,6 +37,7 @@ class Batch:
         device: torch.device,
         routes: Routes | None = None,
         source: DraftSource | None = None,
+        invariant: bool = False,
     ):
         shape = (plan.rows, sampling.max_response_tokens + plan.drafts)
         self.active = self.finished = self.steps = 0
@@ -59,7 +60,7 @@ class Batch:
         self._sampled = self._broken = self._kept = self._lengths[:0, None]
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
         self._ended_at: list[int] = []  # their slots, after swapping with the rows that move there
-        self._routes = routes
+        self._routes, self._invariant = routes, invariant
         self._routing: list[tuple[Tensor, Tensor]] = []  # (rows that have left, theirs), on the CPU
         self.width, self._step_tokens = 1, plan.step_tokens
         self.source, self._most_position = source, plan.shape.row_tokens - 1
@@ -165,7 +166,7 @@ class Batch:
             ahead = torch.arange(width, device=state.device).repeat(running)
             ahead = torch.cat([ahead, torch.zeros_like(each[running:])])
         row, seed, count = state[ROW][slots], state[SEED][slots], state[COUNT][slots] + ahead
-        picked = sample(logits, seed, count, sampling)
+        picked = sample(logits, seed, count, sampling, self._invariant)
         self._tokens[row, count] = picked.tokens
         self._logprobs[row, count] = picked.logprobs
         if self._full is not None:

@@ -24,9 +24,11 @@ from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.packs import PackedMatrices, matrices
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.scratch import Scratch
+from aligner.ops.kernels import invariant
+from aligner.ops.kernels.elementwise import rms_norm
 from aligner.ops.kernels.indexed_attention import Index
 from aligner.ops.kernels.packed_products import packed_linear
-from aligner.ops.kernels.products import product_into
+from aligner.ops.kernels.products import linear, product_into
 
 if TYPE_CHECKING:
     from aligner.engines.native.cache import SlotCache
@@ -123,15 +125,22 @@ class BlockContext:
     def matrices(self, layers: int, rows: int, columns: int) -> Sequence[Tensor]:
         return matrices(layers, rows, columns, self.dtype, self.device, self.empty)
 
+    def linear(self, y: Tensor, weight: Tensor) -> Tensor:
+        return invariant.linear(y, weight) if self.cfg.invariant else linear(y, weight)
+
     def product(self, name: str, index: int, y: Tensor, bias: Tensor | None) -> Tensor:
         """Return y W^T + bias, perhaps in a buffer that the next layer uses again."""
         weight = self.packs[name, index]
+        if self.cfg.invariant:
+            return invariant.linear(y, weight, bias)
         if weight.is_mkldnn:
             return packed_linear(y, weight, bias)
         return product_into(self.scratch.take(name, len(y), len(weight)), y, weight.t(), bias)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         size, eps = weight.shape, self.cfg.norm_eps
+        if self.cfg.invariant:
+            return rms_norm(x, weight, eps)
         if self.cfg.traits.offset_norms:
             return F.rms_norm(x.float(), size, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, size, weight, eps)

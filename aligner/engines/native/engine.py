@@ -164,6 +164,10 @@ class NativeEngine(RolloutEngine):
             return {name: tensor_checksum(view) for name, view in self.model.views.items()}
         return self.model.checksums()
 
+    def require_weights(self) -> None:
+        """Raise RefitError unless an update is complete."""
+        self._ledger.require()
+
     # ---- memory
 
     @property
@@ -243,7 +247,7 @@ class NativeEngine(RolloutEngine):
         samples are returned as they are, with length 0 if they had no slot; logprobs of tokens that were there
         before are 0.
         """
-        self._ledger.require()
+        self.require_weights()
         assert not self._asleep, "generate() on a sleeping engine: wake() it first"
         if sampling.stop and self._decode is None:
             raise ConfigError("sampling.stop", sampling.stop, "no stop strings: this engine has no decoder")
@@ -263,8 +267,9 @@ class NativeEngine(RolloutEngine):
         self.stats = EngineStats()
         if asked is None:
             asked = [(prompt, sample) for prompt, own in enumerate(seeds) for sample in range(len(own))]
-        source = self._draft_source(plan, sampling)
-        batch = Batch(plan, sampling, self.device, self.routes, source)  # whose output must not be inference tensors
+        source, invariant = self._draft_source(plan, sampling), self.model.cfg.invariant
+        # whose output must not be inference tensors
+        batch = Batch(plan, sampling, self.device, self.routes, source, invariant)
         with torch.inference_mode():
             self.model.packs.pack()
             self.cache.resize(plan.shape, plan.staged_tokens, self.config.cache_bytes, plan.chunk_prompts)

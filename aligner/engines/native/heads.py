@@ -15,6 +15,7 @@ from torch import Tensor
 from aligner.engines.native.attention import decode_attention, prefill_attention, rotate
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, of
 from aligner.models.rope import score_scale
+from aligner.ops.kernels import elementwise
 from aligner.ops.kernels.scored_attention import ScoreRule
 
 WIDEST = 256  # head that the fused kernel takes
@@ -37,11 +38,12 @@ class PlainHeads:
         own_order = traits.interleaved_rotary or traits.gated_attention
         self.made = cfg.kv_matrices(kinds)  # of keys and of values
         shares_keys = attention.key_is_value and "global" in kinds  # values are keys, whose order is the output's
+        own_order |= cfg.invariant  # the trainer's, in which its products sum
         self.interleaves = cfg.rotary_dim == self.head_dim and not own_order and not shares_keys
         self.scaled_queries = cfg.rope_scaling.llama_4_scaling_beta > 0
         self.turns = [cfg.is_rotated(layer) for layer in range(cfg.num_layers)]
         self.local = [attention.is_local(layer) for layer in range(cfg.num_layers)]
-        self.scores = ScoreRule(score_scale(cfg), attention.softcap)
+        self.scores = ScoreRule(score_scale(cfg), attention.softcap, invariant=cfg.invariant)
         layers = [layer for layer in cfg.layers_of("attention") if set(kinds) <= set(cfg.layer_kinds(layer))]
         self.index, count = {layer: i for i, layer in enumerate(layers)}, len(layers)
         # of each layer, the number in the cache of the layer whose keys and values it uses
@@ -142,7 +144,7 @@ class PlainHeads:
         """Return queries [M, heads, d] -> [M, heads * d]."""
         index, local, cached = self.index[layer], self.local[layer], self.cache_index[layer]
         scores = self._scores(index)
-        if step.fused and self.head_dim <= WIDEST:
+        if step.fused and self.head_dim <= WIDEST and not scores.invariant:
             from aligner.ops.kernels.cuda.decode import attend  # imports Triton
 
             window, cache = self.cfg.attention.window if local else 0, step.cache.kinds[self.cached_as]
@@ -175,6 +177,8 @@ class PlainHeads:
 
     def _norm_and_rotate(self, layer: int, qk: Tensor, rope: tuple[Tensor, ...]) -> None:
         """Normalise and rotate the query and key heads [M, rotated, d] in place; the rotation is done in float32."""
+        if self.cfg.invariant:
+            return self._as_trained(layer, qk, rope[-1 if self.local[layer] else 0])
         y = qk if self.qk_norm is None else self._normed(self.qk_norm[self.index[layer]], qk)
         if self.turns[layer]:
             y = y.float()
@@ -186,6 +190,17 @@ class PlainHeads:
                 rotate(heads, by, self.interleaves or self.traits.interleaved_rotary)
         if y.data_ptr() != qk.data_ptr():
             qk.copy_(y)
+
+    def _as_trained(self, layer: int, qk: Tensor, rope: Tensor) -> None:
+        """Normalise and rotate by the trainer's functions, in its dtype."""
+        for kind, heads in enumerate(qk.split([self.heads, self.groups], 1)):
+            y = heads.contiguous()
+            if self.qk_norm is not None:
+                y = elementwise.rms_norm(y, self.qk_norm[self.index[layer]][kind], self.cfg.norm_eps)
+            if self.turns[layer]:
+                cos, sin = (x.to(y.dtype).contiguous() for x in (rope.real, rope.imag))
+                y = elementwise.rotate(y, cos, sin, self.traits.interleaved_rotary)
+            heads.copy_(y)
 
     def _normed(self, weight: Tensor, qk: Tensor) -> Tensor:
         if self.traits.wide_qk_norm:

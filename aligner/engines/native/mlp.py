@@ -14,6 +14,7 @@ from aligner.families.rows import BRANCH_NORMS
 from aligner.families.table import family_table
 from aligner.models.shards import own_experts
 from aligner.models.slices import Shard, of_experts
+from aligner.ops.kernels.elementwise import swiglu
 from aligner.ops.kernels.experts import (
     add_bias,
     clamped_gate,
@@ -64,7 +65,8 @@ class DenseMlp:
     def __call__(self, layer: int, y: Tensor) -> Tensor:
         """Return y [M, hidden] -> [M, ffn], the input of the last product."""
         index = self.index[layer]
-        return between(self.kit.product(self.names[0], index, y, of(self.gate_up_bias, index)), self.kit.cfg.traits)
+        mixed = self.kit.product(self.names[0], index, y, of(self.gate_up_bias, index))
+        return swiglu(mixed, by_rows=True) if self.kit.cfg.invariant else between(mixed, self.kit.cfg.traits)
 
 
 class ExpertMlp:

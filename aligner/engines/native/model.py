@@ -34,6 +34,7 @@ from aligner.models.params import embedding_factor, expected_hf_shapes
 from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.models.shards import HfTensor, hf_tensors
 from aligner.ops.kernels.hyper import written
+from aligner.ops.kernels.invariant import by_rows
 from aligner.ops.kernels.products import add_linear, linear, use_fast_products
 from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.reduce import sum_halves
@@ -84,7 +85,9 @@ class NativeModel:
         self._views = self._hf_views()
         assert self._views.keys() == self.shapes.keys(), self._views.keys() ^ self.shapes.keys()
         plain = {name: layers for block in self.blocks for name, layers in block.matrices().items()}
-        kit.packs = PackedMatrices(plain | {"head": [self.head]}, self._views, ("head",) if cfg.tie_embeddings else ())
+        also_plain = ("head",) if cfg.tie_embeddings else ()
+        kit.packs = PackedMatrices(plain | {"head": [self.head]}, self._views, also_plain, not cfg.invariant)
+        self.watch: Callable[[Tensor], None] | None = None  # gets the embeddings, and what each layer gives
         self._forgotten = False
         self.forget()
         self._ropes: tuple[Tensor, ...] = ()
@@ -247,6 +250,9 @@ class NativeModel:
 
     def _rotations(self, longest: int, local: bool) -> Tensor:
         angles = torch.arange(longest).float()[:, None] * inverse_frequencies(self.cfg, local)
+        if self.cfg.invariant:
+            parts = (by_rows(f, angles) * attention_factor(self.cfg, local) for f in (torch.cos, torch.sin))
+            return torch.complex(*parts)
         return torch.polar(torch.tensor(attention_factor(self.cfg, local)).expand_as(angles), angles)
 
     def prefill(
@@ -352,7 +358,7 @@ class NativeModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [..., V] on every rank."""
-        logits = scaled_logits(linear(hidden, self.packs["head", 0]), self.cfg.scales)
+        logits = scaled_logits(self.kit.linear(hidden, self.packs["head", 0]), self.cfg.scales)
         return self.peers.join(logits, self.cfg.vocab_size).float()
 
     def _embed(self, table: Tensor, tokens: Tensor) -> Tensor:
@@ -370,6 +376,8 @@ class NativeModel:
         x = self._embedded(tokens)
         if self.streams is not None:
             return self.kit.norm(self._through_streams(x, tokens, mix, routes), self.final_norm)
+        if self.watch is not None:
+            self.watch(x)
         inputs = self.layer_inputs(tokens, x, self._embed) if self.layer_inputs is not None else None
         for layer in range(self.cfg.num_layers):
             x = self._through(layer, x, mix, routes)
@@ -377,6 +385,8 @@ class NativeModel:
                 x += self._normed(self.layer_inputs.addend(layer, x, inputs), layer, BEHIND_INPUT)
             if self.scalars is not None:
                 x *= self.scalars[layer]
+            if self.watch is not None:
+                self.watch(x)
         return self.kit.norm(x, self.final_norm)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -419,10 +429,10 @@ class NativeModel:
         """Return x [M, hidden] + y weight^T + bias, summed over all ranks' shares of y and weight. Some families
         normalise the sum first, or scale it. Perhaps in place of x."""
         scale, (weight, bias) = self.cfg.scales.residual, product
-        if self.peers.size == 1 and not self.cfg.traits.post_norms and scale == 1:
+        if self.peers.size == 1 and not self.cfg.traits.post_norms and scale == 1 and not self.cfg.invariant:
             x = add_linear(x, y, weight)
             return x if bias is None else x.add_(bias)
-        out = self.peers.add(linear(y, weight))
+        out = self.peers.add(self.kit.linear(y, weight))
         if bias is not None:
             out += bias
         out = self._normed(out, layer, norm)

@@ -38,13 +38,14 @@ class PackedMatrices:
         plain: Mapping[str, Sequence[Tensor]],
         views: Mapping[str, Tensor],
         also_plain: tuple[str, ...] = (),
+        packs: bool = True,
     ):
         self._plain = {(name, layer): m for name, layers in plain.items() for layer, m in enumerate(layers)}
         self._also_plain = also_plain
         self._packed: dict[At, Tensor] = {}
         self._outdated: set[At] = set()  # of the packed ones: plain ones have been written since
         self._emptied: set[At] = set()
-        self._worth = [at for at, matrix in self._plain.items() if worth_packing(matrix)]
+        self._worth = [at for at, matrix in self._plain.items() if packs and worth_packing(matrix)]
         assert all(self._plain[at].untyped_storage().nbytes() == self._plain[at].nbytes for at in self._worth)
         storages = {self._plain[at].untyped_storage().data_ptr(): at for at in self._worth}
         places = {name: view.untyped_storage().data_ptr() for name, view in views.items()}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.ops.kernels.checksum import GOLDEN, mix64_
+from aligner.ops.kernels.logprobs import token_logprobs
 from aligner.types import SamplingParams
 
 BLOCK = 512  # tokens whose probabilities are added up together
@@ -32,25 +33,37 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((x >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53)
 
 
-def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> SampledTokens:
+def sample(
+    logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams, invariant: bool = False
+) -> SampledTokens:
     """Sample from logits float32 [n, V] (overwritten); seeds, positions int64 [n].
 
     Greedy (temperature 0) reports logprobs of the untempered distribution: those of a point mass carry no
     information. Ids from `sampling.vocabulary` on are never sampled. Without cuts the logprobs still are those of
-    the distribution over all ids, which is the trainer's: the two stay comparable. Where logits are not finite (NaN,
+    the distribution over all ids, which is the trainer's: the two stay comparable. `invariant`: they are computed as
+    the trainer does. Where logits are not finite (NaN,
     or all infinite) the token means nothing and its logprob is NaN. Checking that here would wait for the device in
     every step. `batch.Batch` ends the row with the flags that it copies anyway; `engines.base.require_finite`
     refuses the samples.
     """
     rows = max(1, _LOGIT_ELEMENTS // logits.shape[1])
     if len(logits) <= rows:
-        return _sample(logits, seeds, positions, sampling)
+        return _sample(logits, seeds, positions, sampling, invariant)
     cut = [t.split(rows) for t in (logits, seeds, positions)]
-    parts = [_sample(*rows_cut, sampling) for rows_cut in zip(*cut, strict=True)]
+    parts = [_sample(*rows_cut, sampling, invariant) for rows_cut in zip(*cut, strict=True)]
     return SampledTokens(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams) -> SampledTokens:
+def _sample(
+    logits: Tensor, seeds: Tensor, positions: Tensor, sampling: SamplingParams, invariant: bool
+) -> SampledTokens:
+    if invariant:
+        plain = _sample(logits.clone(), seeds, positions, sampling, False)
+        where = {"temperature": sampling.temperature or 1.0, "vocab_size": logits.shape[1]}
+        trained, _ = token_logprobs(logits, plain.tokens, **where)
+        if sampling.truncates:
+            return plain._replace(full_logprobs=trained)
+        return plain._replace(logprobs=trained)
     known = slice(sampling.vocabulary or None)
     if sampling.temperature == 0:
         tokens = logits[:, known].argmax(-1)

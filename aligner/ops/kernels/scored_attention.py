@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from aligner.config.sections.model.attention import ScalesConfig
+from aligner.ops.kernels import invariant
 
 BLOCK = 1 << 24  # scores at a time
 
@@ -29,10 +30,13 @@ class ScoreRule(NamedTuple):
     scale: float | None = None  # their factor; None: 1 / sqrt(d)
     softcap: float = 0.0  # 0: none
     sinks: Tensor | None = None  # [heads], scores that join them
+    invariant: bool = False  # `model.kernels=invariant`
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: ScoreRule) -> Tensor:
     """Call the function below that supports `scores`: shapes and `mask` as in `scored_attention`."""
+    if scores.invariant:
+        return invariant.attention(query, key, value, mask, scores.scale, fused_attention)
     if scores.softcap:
         return scored_attention(query, key, value, mask, scores.scale, scores.softcap)
     if scores.sinks is not None:

@@ -93,7 +93,8 @@ class ModelConfig(Section, key="model"):
     )
     kernels: str = key(
         "auto",
-        "Modules of the model: own, or te (TransformerEngine). auto: on a GPU those of te that it has, if it loads.",
+        "Modules of the model: own, te (TransformerEngine), or invariant: the native engine and the trainer compute "
+        "the same bits (`mismatch.expect`). auto: on a GPU those of te that it has, if it loads.",
         choices=KERNELS,
         resume=REPORT,
     )
@@ -268,6 +269,10 @@ megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
     def keeps_ends(self) -> bool:
         """Whether with FP8 the first and the last layer stay bfloat16."""
         return bool(self.megatron.get("first_last_layers_bf16"))
+
+    @property
+    def invariant(self) -> bool:
+        return self.kernels == "invariant"
 
     @property
     def varlen_on_gpu(self) -> bool:

@@ -10,7 +10,7 @@ from aligner.errors import ConfigError
 if TYPE_CHECKING:
     from aligner.config.sections.model.config import ModelConfig
 
-KERNELS = ("auto", "own", "te")
+KERNELS = ("auto", "own", "te", "invariant")
 NEAR = 0.9  # of the tokens of user buffers, from which a micro-batch is padded to them (`megatron/user_buffers.py`)
 
 
@@ -19,7 +19,7 @@ def te_lacks(model: ModelConfig, unfused: str = "") -> dict[str, str]:
     `unfused`: why the machine has no attention for it."""
     cap = model.attention.softcap
     everywhere = {
-        "model.kernels=own": model.kernels == "own",
+        f"model.kernels={model.kernels}": model.kernels in ("own", "invariant"),
         "model.dtype=float32: its products round to 10 bits, its attention computes in 16": model.dtype == "float32",
     }
     attention = {

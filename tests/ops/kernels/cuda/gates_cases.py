@@ -36,7 +36,7 @@ def cases():
 def other_bits() -> bool:
     """Print how many numbers are not those of the operations that a CPU runs. Returns whether they are more than
     exponentials explain that differ in their last bit."""
-    from aligner.megatron.kernels import _SwiGLU  # imports Triton
+    from aligner.ops.kernels.elementwise import _SwiGLU  # imports Triton
 
     g, results = torch.Generator().manual_seed(0), []
     x, grad = (torch.randn(64, width, generator=g).to(DEVICE).bfloat16() for width in (2048, 1024))

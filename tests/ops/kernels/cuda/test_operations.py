@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.megatron import kernels
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels import fused
 from aligner.ops.kernels.experts import Pairs, combine, expand
 from aligner.ops.kernels.logprobs import logit_numbers, token_logprobs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.ops.kernels import fused
+from aligner.ops.kernels import fused, invariant
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -49,26 +49,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, by_rows: bool) -> Tensor:
         ctx.save_for_backward(x)
         gate, up = x.chunk(2, -1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        silu = torch.nn.functional.silu
+        return (invariant.by_rows(silu, gate) if by_rows else silu(gate)).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
         d_x = torch.empty_like(x)
         d_gate, d_up = d_x.chunk(2, -1)
         torch.mul(torch.nn.functional.silu(gate), grad, out=d_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
-        return d_x
+        return d_x, None
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Return silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202)."""
-    return fused.gated(x, "silu") if fused.takes(x) else _SwiGLU.apply(x)
+def swiglu(x: Tensor, by_rows: bool = False) -> Tensor:
+    """Return silu(gate) * up, x = [gate, up] along the last dimension (Shazeer 2020, arXiv:2002.05202). `by_rows`: as
+    `invariant.by_rows`."""
+    return fused.gated(x, "silu") if fused.takes(x) else _SwiGLU.apply(x, by_rows)
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor], limit: float | None = None) -> Tensor:

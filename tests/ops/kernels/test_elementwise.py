@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from aligner.megatron import kernels
+from aligner.ops.kernels import elementwise as kernels
 from aligner.ops.kernels.spread import spread
 
 G = torch.Generator().manual_seed(0)

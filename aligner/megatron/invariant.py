@@ -1,0 +1,30 @@
+"""Megatron's linear layers with products of one shape (`model.kernels=invariant`). On a GPU products are those of
+Megatron's batch-invariant mode, in all of this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from aligner.ops.kernels.invariant import linear
+
+
+def use_invariant_products(device: torch.device) -> None:
+    """Let this process compute products and log-softmax on a GPU that way, for good. Not run on a GPU."""
+    if device.type == "cuda":
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels  # imports Triton
+
+        kernels.enable_batch_invariant_mode()
+
+
+class InvariantColumn(ColumnParallelLinear):
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any) -> Tensor:
+        return linear(input, weight, bias)
+
+
+class InvariantRow(RowParallelLinear):
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any) -> Tensor:
+        return linear(input, weight, bias)
