@@ -131,6 +131,9 @@ def _machine_paths() -> list[str]:
 
 def lacks() -> str | None:
     """Return why there are no terminals on this machine; None if there are."""
+    release = os.uname().release
+    if os.getuid() == 0 and tuple(map(int, release.split(".")[:2])) < (6, 14):  # RLIMIT_NPROC does not hold for root
+        return f"root's terminals need Linux 6.14, which bounds their processes; this is {release}. Use another user"
     try:
         sandbox = TerminalSandbox(TerminalLimits())
     except SandboxError as error:
