@@ -133,8 +133,8 @@ def reported(monkeypatch, grpo, *overrides) -> tuple:
     seen = {}
     before, minibatches = recipe.check_mismatch, recipe.minibatches
 
-    def spy(metrics, rollout, config):
-        before(metrics, rollout, config)
+    def spy(metrics, rollout, *rest):
+        before(metrics, rollout, *rest)
         seen["rollout"] = rollout
 
     def spy_minibatches(*arguments):
