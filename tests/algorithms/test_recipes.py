@@ -17,7 +17,7 @@ from tests import stages
 RECIPES = sorted(
     p.stem
     for p in (conf_dir() / "experiment").glob("*.yaml")
-    if not re.match("quickstart_|gsm8k_|tools_|echo$|.*_[0-9]+$", p.stem)  # echo needs an environment
+    if not re.match("quickstart_|gsm8k_|tools_|agent_|echo$|.*_[0-9]+$", p.stem)  # echo needs an environment
     and not re.search("/stage: (dpo|kto|distill)", p.read_text())
 )
 # two optimizer steps for each rollout, so that ratios, clips and bounds have something to do
