@@ -213,9 +213,9 @@ def no_refill():
 
     admit = NativeEngine._admit
 
-    def planted(self, plan, batch):
+    def planted(self, plan, batch, heard):
         joins = batch.active > 0
-        return [logits.cpu() if joins else logits for logits in admit(self, plan, batch)]
+        return [logits.cpu() if joins else logits for logits in admit(self, plan, batch, heard)]
 
     NativeEngine._admit = planted
 
