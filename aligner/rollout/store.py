@@ -336,7 +336,9 @@ def _read_sample(state: SampleState, rest: dict[str, Any], reader: _Reader) -> S
     )
     if state.session is None:
         return began
-    calls, session = [Call(**call) for call in rest["calls"]], replace(state.session, asked=rest["asked"])
+    calls = [Call(**call) for call in rest["calls"]]
+    # without the environment of what began here, which another pool may hold
+    session = replace(state.session, asked=rest["asked"], worker=None, process=None, name="")
     stored = {name: rest[name] for name in STATE if name in rest}
     return replace(began, calls=calls, session=session, **stored)
 

@@ -86,15 +86,15 @@ from aligner.rehearse import forks
 folder, cases = Path(sys.argv[1]).parent, json.load(open(sys.argv[1]))["cases"]
 forks.free_bytes = lambda: (0 if Path(cases[1]["out"] + ".begun").exists() and not ended(0) else 1 << 40)
 ended = lambda rank: Path(cases[rank]["out"]).exists()
+taken_back = lambda out: Path(out + ".begun").exists() and not Path(out).with_suffix(".run").exists()
 def work(case):
     out, rank = Path(case["out"]), case["rank"]
+    out.with_suffix(".run").mkdir()
+    out.with_suffix(forks.SUFFIX).open("a").write("spoken ")
     with open(str(out) + ".begun", "a") as file:
         print(rank, file=file)
-    out.with_suffix(forks.SUFFIX).open("a").write("spoken ")
-    out.with_suffix(".run").mkdir()
-    while rank == 0 and not Path(cases[1]["out"] + ".begun").exists() or rank and not ended(0):
+    while not (ended(0) if rank else taken_back(cases[1]["out"])):
         time.sleep(0.01)
-    time.sleep(0.3)
     out.write_text(json.dumps({"rank": rank}))
     os._exit(0)
 forks.fork(cases, 3, work)
