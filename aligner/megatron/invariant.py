@@ -9,14 +9,19 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from aligner.errors import ConfigError
 from aligner.ops.kernels.invariant import linear
 
 
 def use_invariant_products(device: torch.device) -> None:
-    """Let this process compute products and log-softmax on a GPU that way, for good. Not run on a GPU."""
+    """Let this process compute products and log-softmax on a GPU that way, for good. Raises ConfigError where Megatron's
+    module for it cannot be imported. Not run on a GPU."""
     if device.type == "cuda":
-        from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels  # imports Triton
-
+        try:
+            from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
+        except ImportError as error:
+            expected = "own on a GPU without TransformerEngine and Triton, by which Megatron-Core computes that way"
+            raise ConfigError("model.kernels", "invariant", expected, str(error)) from error
         kernels.enable_batch_invariant_mode()
 
 

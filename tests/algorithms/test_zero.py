@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aligner.engines.native.heads import PlainHeads
-from aligner.errors import MismatchError
+from aligner.errors import ConfigError, MismatchError
 from tests import stages
 
 ZERO = ["mismatch.expect=zero", "run.steps=2", "run.export=false"]
@@ -62,3 +62,12 @@ def test_the_first_difference_is_named(layer, tiny_data, tmp_path):
     assert "mismatch.expect=zero" in text
     assert token >= 8, text  # it is predicted from position 7 on
     assert f"output of layer {layer} (of 0 to 1), at token 7" in text, text
+
+
+def test_on_a_gpu_it_needs_what_megatrons_module_imports():
+    from aligner.megatron.invariant import use_invariant_products
+
+    with pytest.raises(
+        ConfigError, match=r"model\.kernels='invariant': expected own on a GPU without TransformerEngine"
+    ):
+        use_invariant_products(torch.device("cuda"))
