@@ -14,7 +14,7 @@ from aligner.ops.kernels.invariant import linear
 
 
 def use_invariant_products(device: torch.device) -> None:
-    """Let this process compute products and log-softmax on a GPU that way, for good. Raises ConfigError where Megatron's
+    """Let this process compute products and log-softmax on a GPU so, for good. Raises ConfigError where Megatron's
     module for it cannot be imported. Not run on a GPU."""
     if device.type == "cuda":
         try:
