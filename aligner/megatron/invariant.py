@@ -18,6 +18,7 @@ def use_invariant_products(device: torch.device) -> None:
     module for it cannot be imported. Not run on a GPU."""
     if device.type == "cuda":
         try:
+            import transformer_engine.pytorch  # noqa: F401 (which Megatron's module patches, after torch's products)
             from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
         except ImportError as error:
             expected = "own on a GPU without TransformerEngine and Triton, by which Megatron-Core computes that way"
