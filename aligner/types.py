@@ -250,6 +250,7 @@ class TeacherRows(TensorBatch):
     teacher_mask: Tensor  # float32, 1 on the answers' tokens
     teacher_spans: Tensor | None = None  # int64 [B, T of its own], with another tokenizer: as `TextSpans.spans`
     spans: Tensor | None = None  # int64 [B, T], of the student's tokens
+    sampled: Tensor | None = None  # float32 [B, T], likewise: logprobs with which they were sampled
 
 
 @dataclass
@@ -258,6 +259,7 @@ class TextSpans(TensorBatch):
     teacher's logprobs of whole spans, [B, T, 1], at their last tokens."""
 
     spans: Tensor  # int64 [B, T] number of the token's span in its row, from 1 on; 0: of none
+    baseline: Tensor  # float32 [B, T], everywhere the mean log-ratio of the step's spans
 
 
 @dataclass

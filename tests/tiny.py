@@ -324,7 +324,8 @@ def spanned(rows: TrainBatch, prompts: Sequence[Tensor], vocab_size: int) -> Tra
         replies.append(1 + (seed + 7 * torch.arange(len(parts[-1]))) % (vocab_size - 1))
     own = behind(prompts, rows, 0, replies)
     numbers = torch.zeros_like(own.teacher_tokens).masked_scatter(own.teacher_mask.bool(), torch.cat(parts))
-    return rows.with_payloads(replace(own, teacher_spans=numbers, spans=spans))
+    sampled = -torch.ones(rows.tokens.shape)  # logprobs, of which only a baseline is made
+    return rows.with_payloads(replace(own, teacher_spans=numbers, spans=spans, sampled=sampled))
 
 
 def transformers_model(cfg: ModelConfig, head: str = "lm", outputs: int = 1, seed: int = 0):

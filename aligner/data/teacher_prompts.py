@@ -60,13 +60,13 @@ class TeacherPrompts:
                 self._row[prompt.id] = len(self._row)
                 self._tokens.append(tokens)
 
-    def rows(self, prompts: Sequence[Prompt], answers: TrainBatch) -> TeacherRows:
-        """Return the teacher's rows of the answers to these prompts."""
+    def rows(self, prompts: Sequence[Prompt], answers: TrainBatch, sampled: Tensor) -> TeacherRows:
+        """Return the teacher's rows of the answers to these prompts, whose tokens have these logprobs [B, T]."""
         own = [torch.from_numpy(self._tokens[self._row[prompt.id]].astype(np.int64)) for prompt in prompts]
-        return self._behind(own, answers)
+        return self._behind(own, answers, sampled)
 
     def with_right_answers(
-        self, prompts: Sequence[Prompt], answers: TrainBatch, right: Sequence[str | None]
+        self, prompts: Sequence[Prompt], answers: TrainBatch, right: Sequence[str | None], sampled: Tensor
     ) -> TrainBatch:
         """Return the answers with the teacher's rows, whose prompts have these right answers. A row without one, or
         with one that does not fit the teacher, leaves the loss mask; the teacher then reads one token."""
@@ -76,9 +76,9 @@ class TeacherPrompts:
         taught = torch.tensor([i in own for i in range(len(prompts))])
         answers = replace(answers, loss_mask=answers.loss_mask * taught[:, None])
         tokens = [torch.tensor(own.get(i, [self._tokenizer.pad_token_id])) for i in range(len(prompts))]
-        return answers.with_payloads(self._behind(tokens, answers))
+        return answers.with_payloads(self._behind(tokens, answers, sampled))
 
-    def _behind(self, prompts: Sequence[Tensor], answers: TrainBatch) -> TeacherRows:
+    def _behind(self, prompts: Sequence[Tensor], answers: TrainBatch, sampled: Tensor) -> TeacherRows:
         if self._other is None:
             return behind(prompts, answers, self._tokenizer.pad_token_id)
         own = [x.tolist() for x in own_tokens(answers)]
@@ -92,7 +92,7 @@ class TeacherPrompts:
                 (answers.tokens, answers.loss_mask, [each.spans for each in encoded]),
             )
         )
-        return replace(rows, teacher_spans=numbers, spans=spans)
+        return replace(rows, teacher_spans=numbers, spans=spans, sampled=sampled)
 
     def _encoded(self, prompts: Sequence[Prompt], right: Sequence[str]) -> list[list[int]]:
         texts, where = [], [f"prompt {prompt.id}" for prompt in prompts]

@@ -21,6 +21,7 @@ from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
 from aligner.ops.packing.documents import join_documents, split_documents
 from aligner.ops.packing.needed import predicting
+from aligner.ops.reduce import reduce_metrics
 from aligner.ops.rl.accuracy import greedy_hits
 from aligner.ops.rl.kl import kl_estimate
 from aligner.ops.rl.spans import last_of_spans, sums_to_here
@@ -165,12 +166,18 @@ def _behind_own_prompts(teachers: Sequence[Teacher], rows: TrainBatch, own: Teac
     if own.teacher_spans is not None and own.spans is not None:
         there, here = last_of_spans(own.teacher_spans), last_of_spans(own.spans)
         targets = TeacherTargets(sums_to_here(targets.teacher[..., 0], own.teacher_spans)[..., None])
-        rows = rows.with_payloads(TextSpans(own.spans))
 
     def moved(name: str, target: Tensor) -> Tensor:
         return target.new_zeros(*here.shape, *target.shape[2:]).index_put_((here,), target[there])
 
-    return rows.with_payloads(targets.mapped(moved))
+    targets = targets.mapped(moved)
+    if own.spans is not None:
+        student = teachers[0].student or teachers[0].model.layout
+        ratios = (sums_to_here(own.sampled, own.spans) - targets.teacher[..., 0])[here]
+        sums = float(ratios.sum(dtype=torch.float64)), float(len(ratios))
+        mean = reduce_metrics({"ratio": sums}, {}, student.pgs.dp)["ratio"]
+        rows = rows.with_payloads(TextSpans(own.spans, own.sampled.new_full(own.spans.shape, mean).nan_to_num()))
+    return rows.with_payloads(targets)
 
 
 def chosen_logprobs(
@@ -271,7 +278,10 @@ class Student(Policy):
 
         if (text := batch.find(TextSpans)) is not None:
             logprobs = chosen_logprobs(self.model, hidden, batch, self.batch.logits_bytes, cfg.temperature)
-            return StudentOutputs(kl_estimate(sums_to_here(logprobs, text.spans), known.teacher[..., 0], "k1+"))
+            own = sums_to_here(logprobs, text.spans)
+            # the gradient is that of chance, whose mean a constant does not change, and whose variance it lowers
+            estimate = kl_estimate(own, known.teacher[..., 0] + text.baseline, "k1+") + text.baseline
+            return StudentOutputs(estimate)
         numbers = batch.find(TeacherNumbers)
         if cfg.top_k:
             how = {"read": top, "beside": (known.teacher, known.teacher_ids)}

@@ -55,9 +55,9 @@ class OwnAnswers:
         prompts = [sample.prompt for sample in rows.samples]
         if self.right_answers is not None and self.teacher_prompts is not None:
             right, sums = self.right_answers(groups)
-            minibatch = self.teacher_prompts.with_right_answers(prompts, minibatch, right)
+            minibatch = self.teacher_prompts.with_right_answers(prompts, minibatch, right, rows.rollout_logprobs)
             means |= sums | {"distill/taught": (float(minibatch.loss_mask.any(1).sum()), count)}
         elif self.teacher_prompts is not None:
-            minibatch = minibatch.with_payloads(self.teacher_prompts.rows(prompts, minibatch))
+            minibatch = minibatch.with_payloads(self.teacher_prompts.rows(prompts, minibatch, rows.rollout_logprobs))
         metrics |= reduce_metrics(means, {}, self.ranks) | self.requests.stream.metrics()
         return minibatch, metrics

@@ -47,7 +47,8 @@ def test_the_last_message_is_built_anew_and_the_answer_follows(chat):
         tokens[i, : lengths[i]] = torch.tensor([*prompt.tokens, *answer])
         mask[i, len(prompt.tokens) : lengths[i]] = 1
     back = torch.tensor([2, 0, 1])
-    result = theirs.rows([whole[i] for i in back], TrainBatch(tokens, torch.tensor(lengths), mask).select(back))
+    answered = TrainBatch(tokens, torch.tensor(lengths), mask).select(back)
+    result = theirs.rows([whole[i] for i in back], answered, answered.loss_mask)
     longer = [talk[0], {"role": "user", "content": "2 + 2? It is 4."}]
     other = [talk[0], {"role": "user", "content": "2 + 2? It is 5."}]
     expected = encode_prompts(chat, ["1 + 1? It is 2.", longer, other], ["", "", ""], [None, None, tools], {})
@@ -63,7 +64,7 @@ def test_prompts_of_several_sources_are_known_by_their_numbers(chat):
     parts = {name: prompts_of([row("q" * n, name) for n in (1, 2)], chat) for name in "ab"}
     both = PromptMixture(parts, [1, 1])
     none = TrainBatch(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1).long(), torch.zeros(1, 1))
-    theirs = TeacherPrompts(both, chat, {}, 300).rows([both[2]], none)
+    theirs = TeacherPrompts(both, chat, {}, 300).rows([both[2]], none, none.loss_mask)
     assert chat.decode(theirs.teacher_tokens[0], skip_special_tokens=True) == "q It is b."
 
 
@@ -101,7 +102,7 @@ def test_a_right_answer_is_read_where_there_is_one_that_fits(chat):
     for i, n in enumerate(lengths.tolist()):
         tokens[i, n - 2 : n], mask[i, n - 2 : n] = torch.tensor([5 + i, 6]), 1
     right = ["two {prompt}", "4", None, "z" * 110, "a"]
-    result = theirs.with_right_answers(list(whole), TrainBatch(tokens, lengths, mask), right)
+    result = theirs.with_right_answers(list(whole), TrainBatch(tokens, lengths, mask), right, mask)
     taught = [True, True, False, False, True]
     assert torch.equal(result.loss_mask, mask * torch.tensor(taught)[:, None])
     longer = [talk[0], {"role": "user", "content": "2 + 2? Right: 4. x"}]

@@ -252,8 +252,8 @@ def test_a_student_learns_how_likely_spans_of_text_are(ranks, own, theirs):
 
 
 def tokens_as_spans() -> None:
-    """With the same tokens and spans of one token each, the gradient is in expectation that of `reverse_kl`: of rows
-    that have each token in turn, by the student's probability of it."""
+    """With the same tokens and spans of one token each, the gradient is in expectation that of `reverse_kl`, whatever
+    the baseline: of rows that have each token in turn, by the student's probability of it."""
     cfg, numbers, size = MODELS["qwen3"], BatchConfig(micro_batch_samples=101), 101
     answer, shape, results = DistillConfig(kind="reverse_kl", temperature=1.5), replace(cfg, num_layers=4), []
     model, student = build(shape, ONE, source=wild_source(shape, 5)), build(cfg, ONE, optim=SGD)
@@ -263,7 +263,7 @@ def tokens_as_spans() -> None:
     lines = torch.cat([start.expand(size, 3), torch.arange(size)[:, None]], 1)
     plain = TrainBatch(lines, torch.full((size,), 4), torch.zeros(size, 4).index_fill(1, torch.tensor([3]), 1.0))
     own, spans = behind([start] * size, plain, 0), plain.loss_mask.long()
-    by_text = plain.with_payloads(replace(own, spans=spans, teacher_spans=spans))
+    by_text = plain.with_payloads(replace(own, spans=spans, teacher_spans=spans, sampled=torch.zeros(size, 4)))
     for teacher, rows in (
         (Teacher(model, numbers, answer, size, tokenizer=object()), by_text),
         (Teacher(model, numbers, answer, size), plain),
