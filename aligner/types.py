@@ -259,7 +259,7 @@ class TextSpans(TensorBatch):
     teacher's logprobs of whole spans, [B, T, 1], at their last tokens."""
 
     spans: Tensor  # int64 [B, T] number of the token's span in its row, from 1 on; 0: of none
-    baseline: Tensor  # float32 [B, T], everywhere the mean log-ratio of the step's spans
+    baseline: Tensor  # float32 [B, T], at last tokens the mean log-ratio of all rows' spans with this number
 
 
 @dataclass

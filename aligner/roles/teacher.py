@@ -21,10 +21,8 @@ from aligner.ops.kernels.scored_attention import scaled_logits
 from aligner.ops.kernels.top import bucketed, logprobs_at, top_logprobs
 from aligner.ops.packing.documents import join_documents, split_documents
 from aligner.ops.packing.needed import predicting
-from aligner.ops.reduce import reduce_metrics
 from aligner.ops.rl.accuracy import greedy_hits
-from aligner.ops.rl.kl import kl_estimate
-from aligner.ops.rl.spans import last_of_spans, sums_to_here
+from aligner.ops.rl.spans import last_of_spans, means_of_numbers, sums_to_here
 from aligner.roles.batching import forward_rows
 from aligner.roles.policy import Policy
 from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TextSpans, TrainBatch
@@ -32,6 +30,7 @@ from aligner.types import TeacherNumbers, TeacherRows, TeacherTargets, TextSpans
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+HELD = 4.0  # nats of a log-ratio of spans that count in a gradient: a rare span of far more would decide a step
 WIDE = 7  # float32 numbers of a logit in a divergence: logits, logprobs and terms of two models, a gradient
 
 
@@ -172,11 +171,9 @@ def _behind_own_prompts(teachers: Sequence[Teacher], rows: TrainBatch, own: Teac
 
     targets = targets.mapped(moved)
     if own.spans is not None:
+        ratios = (sums_to_here(own.sampled, own.spans) - targets.teacher[..., 0]).clamp(-HELD, HELD) * here
         student = teachers[0].student or teachers[0].model.layout
-        ratios = (sums_to_here(own.sampled, own.spans) - targets.teacher[..., 0])[here]
-        sums = float(ratios.sum(dtype=torch.float64)), float(len(ratios))
-        mean = reduce_metrics({"ratio": sums}, {}, student.pgs.dp)["ratio"]
-        rows = rows.with_payloads(TextSpans(own.spans, own.sampled.new_full(own.spans.shape, mean).nan_to_num()))
+        rows = rows.with_payloads(TextSpans(own.spans, means_of_numbers(ratios, own.spans * here, student.pgs.dp)))
     return rows.with_payloads(targets)
 
 
@@ -279,9 +276,9 @@ class Student(Policy):
         if (text := batch.find(TextSpans)) is not None:
             logprobs = chosen_logprobs(self.model, hidden, batch, self.batch.logits_bytes, cfg.temperature)
             own = sums_to_here(logprobs, text.spans)
-            # the gradient is that of chance, whose mean a constant does not change, and whose variance it lowers
-            estimate = kl_estimate(own, known.teacher[..., 0] + text.baseline, "k1+") + text.baseline
-            return StudentOutputs(estimate)
+            ratios = (own - known.teacher[..., 0]).detach()
+            # a score has the mean 0, so that a baseline changes no gradient in expectation, but its variance
+            return StudentOutputs(ratios + (own - own.detach()) * (ratios.clamp(-HELD, HELD) - text.baseline))
         numbers = batch.find(TeacherNumbers)
         if cfg.top_k:
             how = {"read": top, "beside": (known.teacher, known.teacher_ids)}
