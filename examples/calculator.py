@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +83,31 @@ def make_data(root: Path, seed: int) -> None:
     train, test = pairs[500:], pairs[:500]
     tools = [get_json_schema(multiply)]
     chats = [conversation(a, b, draw.random() < CALLED) for a, b in train]
-    _write(root / "sft.jsonl", ({"messages": chat, "tools": tools} for chat in chats))
+    write_rows(root / "sft.jsonl", ({"messages": chat, "tools": tools} for chat in chats))
     for name, rows in (("train", train), ("test", test)):
-        _write(root / f"{name}.jsonl", ({"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in rows))
+        write_rows(root / f"{name}.jsonl", ({"prompt": f"{a}*{b}", "answer": str(a * b)} for a, b in rows))
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
     options = {"split_digits": True, "split_words": False, "chat_template": TEMPLATE}
     train_tokenizer([call, "multiply"] * 9, str(root / "tokenizer"), VOCABULARY, **options)
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="calculator", description=__doc__.partition("\n")[0])
+def run(argv: Sequence[str] | None, name: str, about: str, make: Callable[[Path, int], None]) -> int:
+    """Run a command that makes a task's data in a folder."""
+    parser = argparse.ArgumentParser(prog=name, description=about.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    make_data(args.folder, args.seed)
+    make(args.folder, args.seed)
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run(argv, "calculator", __doc__, make_data)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ writes tokenizer/, sft.jsonl (conversations, a third of which run a command), tr
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from aligner.environments.terminal import Terminal
-from examples.calculator import TEMPLATE
+from examples import calculator
+from examples.calculator import CALLED, TEMPLATE, VOCABULARY
 
-VOCABULARY = 384
-CALLED = 1 / 3  # of the conversations in sft.jsonl
 HELD_OUT = 300
 COMMANDS = {"count": "ls {n}|wc -l>out", "find": "find -name {n} >out", "edit": "sed -i s/old/{n}/ list"}
 
@@ -66,27 +63,17 @@ def make_data(root: Path, seed: int) -> None:
     train, test = pairs[HELD_OUT:], pairs[:HELD_OUT]
     tools = [get_json_schema(Shell().bash)]
     chats = [conversation(kind, n, draw.random() < CALLED) for kind, n in train]
-    _write(root / "sft.jsonl", ({"messages": chat, "tools": tools} for chat in chats))
+    calculator.write_rows(root / "sft.jsonl", ({"messages": chat, "tools": tools} for chat in chats))
     for name, rows in (("train", train), ("test", test)):
-        _write(root / f"{name}.jsonl", (task(kind, n, draw) for kind, n in rows))
+        calculator.write_rows(root / f"{name}.jsonl", (task(kind, n, draw) for kind, n in rows))
     frame = '<tool_call>\n{{"name": "bash", "arguments": {{"command": "{}"}}}}\n</tool_call>'
     texts = [frame.format(command.format(n=1)) for command in COMMANDS.values()]
     options = {"split_digits": True, "split_words": False, "chat_template": TEMPLATE}
     train_tokenizer([*texts, "bash", "done", *COMMANDS] * 9, str(root / "tokenizer"), VOCABULARY, **options)
 
 
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="terminal_tasks", description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    make_data(args.folder, args.seed)
-    return 0
+    return calculator.run(argv, "terminal_tasks", __doc__, make_data)
 
 
 if __name__ == "__main__":
