@@ -157,11 +157,8 @@ def _behind_own_prompts(teachers: Sequence[Teacher], rows: TrainBatch, own: Teac
     """Return the rows with the targets of the teacher's own rows, which have the same answers. Those of spans are sums
     over their tokens."""
     others = TrainBatch(own.teacher_tokens, own.teacher_lengths, own.teacher_mask, rows.payloads)
-    targets, there, here = (
-        add_targets(teachers, others).of(TeacherTargets),
-        own.teacher_mask.bool(),
-        rows.loss_mask.bool(),
-    )
+    targets = add_targets(teachers, others).of(TeacherTargets)
+    there, here = own.teacher_mask.bool(), rows.loss_mask.bool()
     if own.teacher_spans is not None and own.spans is not None:
         there, here = last_of_spans(own.teacher_spans), last_of_spans(own.spans)
         targets = TeacherTargets(sums_to_here(targets.teacher[..., 0], own.teacher_spans)[..., None])

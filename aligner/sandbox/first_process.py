@@ -66,7 +66,7 @@ class FirstProcess:
         os.makedirs(self.root.path + job["folder"], exist_ok=True)
 
     def answer(self, request: dict) -> dict:
-        """Do what is asked; return {out, status, why}, where `why` says what ended it early."""
+        """Carry out a request; return its output, its exit status, and why it ended early: {out, status, why}."""
         kind, limits = request["do"], request
         if kind == "renew":
             self.end_all()

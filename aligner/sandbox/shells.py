@@ -132,7 +132,7 @@ def program(command: Sequence[str], environ: dict[str, str]) -> Callable[[], obj
 
 
 def bash_command(text: str) -> bytes:
-    """Return lines for bash. An interrupted one leaves the second, by which the status is told."""
+    """Return two lines for bash: the command, and one that reports its exit status, also after an interrupt."""
     eval_line = f"builtin eval {shlex.quote(text)} </dev/null {STATUS}>&-\n"
     return (eval_line + f"builtin printf '%s\\n' \"$?\" >&{STATUS}\n").encode(errors="replace")
 
