@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. Tests that need what this machine lacks are skipped and listed at the end.
 #   --fast   leaves out the tests marked slow, and most cases of those marked few
-#   --all    installs Slurm, MPI, Chromium and a C compiler with apt-get, Muon, reasoning-gym, lm-eval, Inspect, vLLM into
-#            .venv-vllm, the Python of kernels into .te-python and trackers into .trackers-python if they are missing, and fails where a test is skipped for lack of them
+#   --all    installs Slurm, MPI, Chromium, a C compiler, bubblewrap and squashfs-tools with apt-get, Muon, reasoning-gym,
+#            lm-eval, Inspect, vLLM into .venv-vllm, the Python of kernels into .te-python and trackers into
+#            .trackers-python if they are missing, and fails where a test is skipped for lack of them
 #   ROOM     the tests of a folder of tests/: rollout, engines/native, ...
 # Other arguments go to pytest. Without any, workers share the files: as many as there are cores, at most 4, and one more for
 # the slow tests.
@@ -11,14 +12,14 @@ set -euo pipefail
 install_packages() {
     local sudo=() folder program missing=0
     [[ "$(id -u)" == 0 ]] || sudo=(sudo -n)
-    for program in slurmctld slurmd sbatch munged mpirun chromium cc; do
+    for program in slurmctld slurmd sbatch munged mpirun chromium cc bwrap mksquashfs; do
         command -v "$program" >/dev/null || missing=1
     done
     if ((missing)); then
-        command -v apt-get >/dev/null || { echo "error: --all needs apt-get, or Slurm, MPI, Chromium and a C compiler installed" >&2; exit 1; }
+        command -v apt-get >/dev/null || { echo "error: --all needs apt-get, or Slurm, MPI, Chromium, a C compiler, bubblewrap and squashfs-tools installed" >&2; exit 1; }
         "${sudo[@]}" apt-get update -qq
         "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-            slurmctld slurmd slurm-client munge libpmix2 openmpi-bin chromium gcc libc6-dev
+            slurmctld slurmd slurm-client munge libpmix2 openmpi-bin chromium gcc libc6-dev bubblewrap squashfs-tools
     fi
     for folder in /usr/lib/*/pmix2/lib; do # the name that Slurm's plugin loads
         if [[ -e "$folder/libpmix.so.2" && ! -e "$folder/libpmix.so" ]]; then

@@ -15,7 +15,7 @@ from pathlib import Path
 
 MOST_BYTES = 64 << 20  # of a task's files, which are copied into each sandbox
 IGNORED = ("FROM", "ENV", "ARG", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE", "SHELL", "USER", "MAINTAINER", "STOPSIGNAL")
-IMAGES = ("image", "image.tar", "image.tar.gz")
+IMAGES = ("image", "image.tar", "image.tar.gz", "image.sif", "image.sqsh")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _TURN = threading.BoundedSemaphore(2 * len(os.sched_getaffinity(0)))
 
 
 class Terminal:
-    """A terminal over an image: a folder, a tar file or an OCI layout; "": the programs of this machine.
+    """A terminal over an image (aligner/sandbox/images.py); "": the programs of this machine.
 
     memory_mb, processes, disk_mb: of the sandbox. cpu_s, waits_s: of a call. test_s: CPU seconds of the tests.
     output_chars: of a call's text, whose middle is cut. folder: the working directory.

@@ -1,4 +1,5 @@
-"""Images of root file systems: a folder, a tar file (also compressed), or an OCI layout, unpacked once per node.
+"""Images of root file systems: a folder, or once per node unpacked: a tar file (also compressed), an OCI layout, a
+squashfs or SIF file.
 
 Unpacked ones are in the folder for temporary files, by their checksum. Device files and owners are left out: all files
 belong to the user, who is root in the sandbox.
@@ -10,14 +11,17 @@ import fcntl
 import hashlib
 import os
 import shutil
+import struct
 import tarfile
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from aligner.errors import SandboxError
 from aligner.foreign import read_json
+from aligner.sandbox.squash import is_squash, unsquash
 
 OPAQUE = ".wh..wh..opq"
 WHITEOUT = ".wh."
@@ -27,30 +31,51 @@ def unpacked(image: str) -> str:
     """Return the folder of an image. Raises SandboxError if it cannot be read."""
     path = Path(image).resolve()
     if not path.exists():
-        raise SandboxError(f"image={image!r}: expected a folder, a tar file or an OCI layout")
+        raise SandboxError(f"image={image!r}: expected a folder, a tar, squashfs or SIF file, or an OCI layout")
     if path.is_dir() and not (path / "oci-layout").exists():
         return str(path)
-    stamp = (path / "index.json" if path.is_dir() else path).stat()
+    seen = (path / "index.json" if path.is_dir() else path).stat()
     try:
-        return _unpacked(path, stamp.st_mtime_ns, stamp.st_size)
-    except (tarfile.TarError, OSError, KeyError, IndexError, TypeError) as error:
+        return _unpacked(path, seen.st_ctime_ns, seen.st_size)
+    except (tarfile.TarError, OSError, KeyError, IndexError, TypeError, struct.error) as error:
         raise SandboxError(f"image={image!r}: {type(error).__name__}: {error}") from None
 
 
 @cache
 def _unpacked(path: Path, changed_ns: int, size: int) -> str:
-    root = _store()
-    with tempfile.TemporaryDirectory(dir=root) as scratch:
-        if path.is_file():
-            digest = _digest(path)
-            if (layout := _layout_in(path, Path(scratch))) is None:
-                return _once(root, digest, [path])
-            path = layout
-        (manifest,) = read_json(path / "index.json", SandboxError)["manifests"][:1]
-        if "index" in manifest["mediaType"] or "list" in manifest["mediaType"]:  # of platforms
-            (manifest,) = read_json(_blob(path, manifest["digest"]), SandboxError)["manifests"][:1]
-        layers = read_json(_blob(path, manifest["digest"]), SandboxError)["layers"]
-        return _once(root, manifest["digest"].partition(":")[2], [_blob(path, layer["digest"]) for layer in layers])
+    """Return the folder of an image, which the first process of this node reads and unpacks."""
+    root, key = _store(), hashlib.sha256(f"{path} {changed_ns} {size}".encode()).hexdigest()
+    known = root / f"{key}.link"
+    with _locked(root, key):
+        if not known.is_dir():
+            known.unlink(missing_ok=True)
+            with tempfile.TemporaryDirectory(dir=root) as scratch:
+                known.symlink_to(_read(path, root, Path(scratch)))
+    return str(known.readlink())
+
+
+def _read(path: Path, root: Path, scratch: Path) -> Path:
+    if path.is_file():
+        digest = _digest(path)
+        if is_squash(path):
+            return _once(root, digest, lambda folder: unsquash(path, folder, scratch))
+        if (layout := _layout_in(path, scratch)) is None:
+            return _once(root, digest, lambda folder: _unpack(path, folder))
+        path = layout
+    (manifest,) = read_json(path / "index.json", SandboxError)["manifests"][:1]
+    if "index" in manifest["mediaType"] or "list" in manifest["mediaType"]:  # of platforms
+        (manifest,) = read_json(_blob(path, manifest["digest"]), SandboxError)["manifests"][:1]
+    layers = read_json(_blob(path, manifest["digest"]), SandboxError)["layers"]
+    blobs = [_blob(path, layer["digest"]) for layer in layers]
+    digest = manifest["digest"].partition(":")[2]
+    return _once(root, digest, lambda folder: [_unpack(blob, folder) for blob in blobs])
+
+
+@contextmanager
+def _locked(root: Path, name: str) -> Iterator[None]:
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _store() -> Path:
@@ -86,18 +111,16 @@ def _layout_in(path: Path, scratch: Path) -> Path | None:
     return scratch if (scratch / "oci-layout").exists() else None
 
 
-def _once(root: Path, digest: str, layers: list[Path]) -> str:
-    """Unpack layers one over another, unless another process has."""
+def _once(root: Path, digest: str, unpack: Callable[[Path], object]) -> Path:
+    """Unpack an image, unless another process has, also from another path."""
     folder, unfinished = root / digest, root / f"{digest}.unfinished"
-    with open(root / f"{digest}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(root, digest):
         if not folder.exists():
             _remove(unfinished)
             unfinished.mkdir()
-            for layer in layers:
-                _unpack(layer, unfinished)
+            unpack(unfinished)
             unfinished.rename(folder)
-    return str(folder)
+    return folder
 
 
 def _unpack(layer: Path, folder: Path) -> None:
@@ -123,7 +146,7 @@ def _unpack(layer: Path, folder: Path) -> None:
         new.add(os.path.normpath(member.name))
         if member.isdir():
             member.mode |= 0o700
-        return tarfile.tar_filter(member, target)
+        return tarfile.tar_filter(member.replace(uid=None, gid=None, uname=None, gname=None, deep=False), target)
 
     with tarfile.open(layer) as tar:
         tar.extractall(folder, filter=kept)

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import io
-import json
 import os
 import re
-import shutil
 import socket
 import statistics
-import subprocess
-import tarfile
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,8 +20,7 @@ from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.pool import Pool, Session
 from aligner.environments.terminal import Terminal
 from aligner.environments.tools import load_tools, schemas
-from aligner.errors import EnvironmentCodeError, SandboxError
-from aligner.sandbox.images import unpacked
+from aligner.errors import EnvironmentCodeError
 from aligner.sandbox.terminal import TerminalLimits, TerminalSandbox, lacks
 
 PATH = "aligner.environments.terminal:Terminal"
@@ -164,92 +156,6 @@ def test_no_agent_forges_its_reward():
     made.bash("\n".join(text for what, text in FORGERIES.items() if what not in ("no folders", "links")))
     made.edit("a.txt", "two", "three")
     assert made.get_reward() == 1.0  # none of it harms an honest one either
-
-
-NEEDED = ("bash", "grep", "cat", "mkdir", "rm", "cp", "chmod", "test", "ls")
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory) -> Path:
-    """A root file system of a few programs."""
-    root = tmp_path_factory.mktemp("image") / "root"
-    for name in NEEDED:
-        program = shutil.which(name)
-        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        for path in [program, *re.findall(r"(/\S+) \(", listed)]:
-            target = root / (f"usr/bin/{name}" if path == program else path.lstrip("/"))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(os.path.realpath(path), target)
-    (root / "bin").symlink_to("usr/bin")
-    return root
-
-
-def layout(folder: Path, *layers: Path) -> Path:
-    """Write an OCI layout of these tar files."""
-
-    def blob(data: bytes) -> dict:
-        digest = hashlib.sha256(data).hexdigest()
-        (folder / "blobs/sha256").mkdir(parents=True, exist_ok=True)
-        (folder / "blobs/sha256" / digest).write_bytes(data)
-        return {"digest": f"sha256:{digest}", "size": len(data), "mediaType": "application/vnd.oci.image.manifest"}
-
-    manifest = blob(json.dumps({"layers": [blob(layer.read_bytes()) for layer in layers]}).encode())
-    (folder / "oci-layout").write_text("{}")
-    (folder / "index.json").write_text(json.dumps({"manifests": [manifest]}))
-    return folder
-
-
-def tar(path: Path, members: dict[str, str | bytes]) -> Path:
-    """Write a tar file of texts, and of links (by a text that begins with an arrow)."""
-    with tarfile.open(path, "w") as file:
-        for name, text in members.items():
-            info = tarfile.TarInfo(name)
-            data = text.encode() if isinstance(text, str) else text
-            if data.startswith(b"->"):
-                info.type, info.linkname, data = tarfile.SYMTYPE, data[2:].decode(), b""
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return path
-
-
-def test_an_image_is_unpacked_once_and_stays_as_it_is(image, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with tarfile.open(tmp_path / "root.tar", "w") as file:
-        file.add(image, ".")
-    first = tar(tmp_path / "1.tar", {"d/a": "1", "d/b": "2", "e/c": "3", "link": "->/d"})
-    second = tar(tmp_path / "2.tar", {"d/.wh.a": "", "e/.wh..wh..opq": "", "e/x": "4", "link": "5"})
-    oci = layout(tmp_path / "oci", tmp_path / "root.tar", first, second)
-    with tarfile.open(tmp_path / "saved.tar", "w") as file:
-        for path in sorted(oci.iterdir()):
-            file.add(path, path.name)
-    for kind in (image, tmp_path / "root.tar", oci, tmp_path / "saved.tar"):
-        made = opened({"tests": "grep -q new /app/f"}, image=str(kind))
-        made.bash("rm -rf /d /usr/bin/chmod; echo x > /usr/bin/cat; echo x > /new")
-        assert "python3" in made.python("1")  # it has none
-        made = opened({"tests": "grep -q new /app/f"}, image=str(kind))
-        made.bash("echo new > f; for p in grep bash; do rm /usr/bin/$p; cp /usr/bin/ls /usr/bin/$p; done; rm -r /bin")
-        assert made.get_reward() == 1.0, kind
-    made = opened(image=str(oci))
-    assert made.bash("ls /d /e; cat /link") == "/d:\nb\n\n/e:\nx\n5"
-    assert len([one for one in (tmp_path / f"aligner-images-{os.getuid()}").iterdir() if one.is_dir()]) == 2
-    made = opened({"tests": "grep -q three a.txt"}, image=str(image))
-    made.bash("for p in grep bash; do rm /usr/bin/$p; cp /usr/bin/test /usr/bin/$p; done; echo /x > /etc/ld.so.preload")
-    assert made.get_reward() == 0.0
-    assert (
-        (image / "usr/bin/chmod").exists()
-        and (image / "usr/bin/cat").stat().st_size > 99
-        and not (image / "new").exists()
-    )
-
-
-@pytest.mark.parametrize(
-    ("members", "words"),
-    [({"../out": "x"}, "out"), ({"a": "->/tmp", "a/out": "x"}, "out")],
-)
-def test_no_image_writes_beside_its_folder(tmp_path, members, words):
-    with pytest.raises(SandboxError, match=words):
-        unpacked(str(tar(tmp_path / "bad.tar", members)))
 
 
 TASK = {
