@@ -131,11 +131,10 @@ engine.ranks => world size less engine.ranks %ranks.grid | | Change --ranks or t
 => parallel.expert /ranks.experts | , which share the experts
 """),
     "layout": rules("""
-model.kernels=invariant => model.family =llama|mistral|qwen2|qwen3
+model.kernels=invariant => model.family =llama|mistral|mixtral|qwen2|qwen3|qwen3_moe
     | with model.kernels=invariant: others have parts whose sums depend on the rows beside a token
-model.kernels=invariant => parallel.tensor, parallel.context, engine.tensor_parallel =1
+model.kernels=invariant => parallel.tensor, parallel.context, parallel.expert, engine.tensor_parallel =1
     | with model.kernels=invariant: sums over ranks have other orders
-mismatch.expect=zero => parallel.pipeline =1 | with mismatch.expect=zero: it was not compared
 => model.num_heads, model.attention.global_kv_heads, model.linear.key_heads %parallel.tensor
 !model.traits.entries => model.num_kv_heads %parallel.tensor
 model.traits.entries => model.latent.output_groups %parallel.tensor

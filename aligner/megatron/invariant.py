@@ -9,14 +9,17 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from aligner.config.sections.model.config import ModelConfig
 from aligner.errors import ConfigError
 from aligner.ops.kernels.invariant import linear
 
 
-def use_invariant_products(device: torch.device) -> None:
-    """Let this process compute products and log-softmax on a GPU so, for good. Raises ConfigError where Megatron's
-    module for it cannot be imported. Not run on a GPU."""
+def use_invariant_products(model: ModelConfig, device: torch.device) -> None:
+    """Let this process compute products and log-softmax on a GPU so, for good. Not run on a GPU. Raises ConfigError
+    where Megatron's module for it cannot be imported, and for experts, whose rows the host would have to count."""
     if device.type == "cuda":
+        if model.moe.num_experts:
+            raise ConfigError("model.kernels", "invariant", "own on a GPU for a model with experts")
         try:
             import transformer_engine.pytorch  # noqa: F401 (which Megatron's module patches, after torch's products)
             from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels

@@ -366,7 +366,7 @@ def build_model(
     check_kernels(cfg, dtype, device)
     use_fast_products(device, dtype)
     if cfg.invariant:
-        use_invariant_products(device)
+        use_invariant_products(cfg, device)
     tp_rank = layout.tp_rank
     model_parallel_cuda_manual_seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
     config = transformer_config(cfg, layout, dtype, device, buffers is not None)

@@ -125,8 +125,10 @@ class Experts(torch.nn.Module):
 
     def __init__(self, config: LayerConfig, model: ModelConfig, layout: Layout):
         super().__init__()
-        self.layout, self.has_bias = layout, model.traits.expert_bias
+        self.layout, self.has_bias, self.invariant = layout, model.traits.expert_bias, model.invariant
         self.gate = clamped_gate if model.traits.clamped_gate else GATES[model.traits.activation]
+        if model.invariant:
+            self.gate = partial(kernels.swiglu, by_rows=True)
         if model.moe.gate_limit:
             self.gate = partial(kernels.gated, activation=config.activation_func, limit=model.moe.gate_limit)
         local, width, hidden = model.moe.num_experts // layout.expert, model.expert_ffn, model.expert_hidden
@@ -142,12 +144,24 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Compute x [M, H] by expert, sizes int64 [E / ep] -> [M, H]."""
-        mixed = _product(x, self.gate_up, self.gate_up_adapters, sizes)
+        mixed = self._product(x, self.gate_up, self.gate_up_adapters, sizes)
         if not self.has_bias:
-            return _product(self.gate(mixed), self.down, self.down_adapters, sizes)
+            return self._product(self.gate(mixed), self.down, self.down_adapters, sizes)
         mixed = add_bias(mixed, self.linear_fc1.bias.flatten(1, 2), sizes)
-        out = _product(self.gate(mixed), self.down, self.down_adapters, sizes)
+        out = self._product(self.gate(mixed), self.down, self.down_adapters, sizes)
         return add_bias(out, self.linear_fc2.bias, sizes)
+
+    def _product(self, x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor) -> Tensor:
+        """Multiply x [M, in] by expert with weight [E / ep, ..., in] -> [M, out]."""
+        held = held_by(weight)
+
+        def product(x: Tensor) -> Tensor:
+            dense = weight if held is None else held.dense(x.dtype)
+            return grouped_linear(x, dense.flatten(1, -2), sizes, self.invariant)
+
+        # a frozen one is made dense again in backward, not kept until then
+        out = product(x) if held is None else checkpoint(product, x, use_reentrant=False)
+        return adapters.add_experts(x, out, sizes) if adapters is not None and adapters.on else out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Shard axis 0 over expert ranks, after any axes that Megatron prepends."""
@@ -158,17 +172,6 @@ class Experts(torch.nn.Module):
                 prefix + name, param, *sharded_offsets, own, replica_id=replica, prepend_axis_num=before
             )
         return shards
-
-
-def _product(x: Tensor, weight: Tensor, adapters: Adapters | None, sizes: Tensor) -> Tensor:
-    """Multiply x [M, in] by expert with weight [E / ep, ..., in] -> [M, out]."""
-    held = held_by(weight)
-    if held is None:
-        out = grouped_linear(x, weight.flatten(1, -2), sizes)
-    else:  # made dense again in backward, not kept until then
-        product = lambda x: grouped_linear(x, held.dense(x.dtype).flatten(1, -2), sizes)  # noqa: E731
-        out = checkpoint(product, x, use_reentrant=False)
-    return adapters.add_experts(x, out, sizes) if adapters is not None and adapters.on else out
 
 
 class ExpertLayer(torch.nn.Module):
@@ -285,7 +288,8 @@ class ExpertLayer(torch.nn.Module):
         own = self.router.weight, self.router.bias, self.router.expert_scale
         router, bias, scale = [x if x is None else self._copied(x) for x in own]
         if not self.model.traits.sigmoid_router:
-            return route(x, router, self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale)
+            settings = self.moe.top_k, self.moe.norm_topk_prob, bias, replayed, scale, self.model.invariant
+            return route(x, router, *settings)
         own = None if self.router.table is None else self.router.table[times.tokens]
         score = root_softplus if self.model.traits.root_scores else torch.sigmoid
         return route_by_groups(x, router, self.router.expert_bias, self.moe, replayed, score, own)

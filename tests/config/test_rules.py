@@ -49,7 +49,7 @@ grpo ; mismatch.expect=zero ; model.family=gemma2 => model.family
 grpo ; mismatch.expect=zero ; model={family: qwen3, qk_norm: true, moe: {num_experts: 4}} => model.family
 grpo@2 ; mismatch.expect=zero ; parallel.tensor=2 => parallel.tensor
 grpo@2 ; mismatch.expect=zero ; parallel.context=2 => parallel.context
-grpo@2 ; mismatch.expect=zero ; parallel.pipeline=2 => parallel.pipeline
+grpo@2 ; mismatch.expect=zero ; parallel.expert=2 ; model={family: mixtral, moe: {num_experts: 4}} => parallel.expert
 grpo@2 ; mismatch.expect=zero ; engine.tensor_parallel=2 => engine.tensor_parallel
 sft@2 ; engine.lag=1 => engine.lag
 grpo@2 ; engine.ranks=1 ; engine.lag=1 ; engine.window=8 ; environment.agent=a:b => environment.agent

@@ -152,7 +152,8 @@ class ExpertMlp:
         if self.score_bias is None:
             bias, scale = of(self.router_bias, index), of(self.scale, index)
             x = y if scale is None else self._normed("router_layernorm", index, y) * y.shape[1] ** -0.5
-            routing = route(x, self.router[index], moe.top_k, moe.norm_topk_prob, bias, scale=scale)
+            own = moe.top_k, moe.norm_topk_prob, bias, None, scale, self.kit.cfg.invariant
+            routing = route(x, self.router[index], *own)
         else:
             own = None if index >= moe.hash_layers else self.table[index, tokens]
             score = root_softplus if self.traits.root_scores else torch.sigmoid
@@ -163,17 +164,22 @@ class ExpertMlp:
         x = x if self.into is None else F.linear(x, self.into[index])
         pairs, counts = sort_own_pairs(routing.experts, moe.num_experts, self.own, x)
         mixed = self._product(expand(x, pairs), self.gate_up[index], counts, of(self.gate_up_bias, index))
-        mixed = clamped_gate(mixed) if self.traits.clamped_gate else between(mixed, self.traits, self.limit)
+        mixed = clamped_gate(mixed) if self.traits.clamped_gate else self._between(mixed)
         out = self._product(mixed, self.down[index], counts, of(self.down_bias, index))
         out = (combine if self.kit.peers.size == 1 else combine_own)(out, pairs, routing.weights)
         return self._with_shared(index, y, out if self.onto is None else F.linear(out, self.onto[index]))
 
     def _product(self, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply rows by expert, and add each expert's bias. Rows behind all experts' get the last one's."""
-        out, others = grouped_linear(x, weight, counts), counts[:-1]
+        out, others = grouped_linear(x, weight, counts, self.kit.cfg.invariant), counts[:-1]
         if bias is None:
             return out
         return add_bias(out, bias, torch.cat([others, len(x) - others.sum(0, keepdim=True)]))
+
+    def _between(self, mixed: Tensor) -> Tensor:
+        if self.kit.cfg.invariant:
+            return swiglu(mixed, by_rows=True)
+        return between(mixed, self.traits, self.limit)
 
     def _normed(self, name: str, index: int, x: Tensor) -> Tensor:
         return self.kit.norm(x, self.norms[name][index]) if self.norms else x

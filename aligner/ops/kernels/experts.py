@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from aligner.config.sections.model.moe import MoeConfig
 from aligner.families.family import GATE_ALPHA, GATE_LIMIT
 from aligner.ops.kernels import fused
+from aligner.ops.kernels.invariant import linear as tiled
 from aligner.ops.kernels.products import product_into
 from aligner.ops.kernels.spread import spread
 
@@ -44,6 +45,7 @@ def route(
     bias: Tensor | None = None,
     chosen_before: ReplayedExperts | None = None,
     scale: Tensor | None = None,
+    invariant: bool = False,
 ) -> Routing:
     """Route hidden [N, H] with router [E, H], bias [E]. It computes in float32 whatever the dtype, so that a token
     near a tie of two experts falls on the same side in the trainer and in the engine. Normalised weights are a
@@ -52,8 +54,10 @@ def route(
 
     Experts `chosen_before` replace those of largest p, and are weighted by this router's p: it learns as if it had
     chosen them (arXiv:2510.11370). Each weight is multiplied by its expert's `scale` [E].
+    `invariant`: the product is as in `invariant.py`.
     """
-    logits = torch.nn.functional.linear(hidden.float(), router.float(), None if bias is None else bias.float())
+    product = tiled if invariant else torch.nn.functional.linear
+    logits = product(hidden.float(), router.float(), None if bias is None else bias.float())
     probs = logits.softmax(-1)
     chosen, own = logits.topk(top_k, dim=-1)
     experts = own
@@ -267,14 +271,17 @@ def in_one_kernel(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype == torch.bfloat16
 
 
-def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int] | Tensor, invariant: bool = False) -> Tensor:
     """Multiply the first sizes[0] rows of x [M, I] with weight[0]^T, the next sizes[1] rows with weight[1]^T, ...;
     weight [E, O, I] -> [M, O]. On CUDA in bfloat16, `sizes` may be a tensor there: one kernel (torch's `grouped_mm`).
+    `invariant`: products are as in `invariant.py`.
     """
-    if in_one_kernel(x):
+    if not invariant and in_one_kernel(x):
         ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
         return torch.nn.functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     sizes = tuple(sizes.tolist() if isinstance(sizes, Tensor) else sizes)
+    if invariant:
+        return torch.cat([tiled(rows, own) for rows, own in zip(x.split(sizes), weight, strict=True)])
     return _GroupedLinear.apply(x, weight, sizes)
 
 

@@ -41,7 +41,7 @@ class _TiledProduct(torch.autograd.Function):
         rows = x.flatten(0, -2)
         padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
         out = torch.cat([F.linear(tile, weight) for tile in padded.split(ROWS)])
-        return out[: len(rows)].view(*x.shape[:-1], -1)
+        return out[: len(rows)].view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
