@@ -198,7 +198,7 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 # Files and lines of code that a stage may reach: set to the next hundred lines when a change needs more.
 CLOSURES = {
     "sft": (249, 22_500),
-    "rm": (252, 22_800),
+    "rm": (252, 22_900),
     "grpo": (286, 25_900),
     "ppo": (286, 26_000),
 }
