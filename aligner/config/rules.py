@@ -26,6 +26,7 @@ from aligner.config.sections.model.rope import longest_row
 from aligner.config.stage import Stage
 from aligner.config.stages import STAGES
 from aligner.errors import UnknownKeyError
+from aligner.families import FAMILIES
 
 TABLE = {
     "without effect": rules("""
@@ -130,7 +131,8 @@ mismatch.expect=zero => model.lora.rank =0
 engine.ranks => world size less engine.ranks %ranks.grid | | Change --ranks or the layout.
 => parallel.expert /ranks.experts | , which share the experts
 """),
-    "layout": rules("""
+    "layout": rules(
+        """
 model.kernels=invariant => model.family =llama|mistral|mixtral|qwen2|qwen3|qwen3_moe
     | with model.kernels=invariant: others have parts whose sums depend on the rows beside a token
 model.kernels=invariant => parallel.tensor, parallel.context, parallel.expert, engine.tensor_parallel =1
@@ -179,13 +181,15 @@ ranks.choices => parallel.stage_layers
 !model.moe.num_experts !scorer => mismatch.replay_routing =false | for a model without experts (model.moe)
 !model.indexer.heads => model.indexer.loss =0 | for a model without indexers (model.indexer)
 !model.traits.trains_ahead => model.mtp.layers =0
-    | for model.family={model.family}: deepseek_v3, glm4_moe and glm4_moe_lite train such a layer
+    | for model.family={model.family}: $AHEAD train such a layer
 !model.moe.num_experts !scorer => parallel.expert =1 | for a model without experts (model.moe)
 model.moe.num_experts => model.moe.num_experts %parallel.expert
 model.moe.num_experts parallel.expert>1 batch.micro_batch_tokens => batch.packing =true
     | with parallel.expert > 1 and batch.micro_batch_tokens: every rank takes part in every layer of every
     micro-batch, so all need equally many
-"""),
+""",
+        AHEAD=[name for name, family in FAMILIES.items() if family.trains_ahead],
+    ),
     "engine's model": rules("""
 generates !engine.can.repeats => run.deterministic =false
     | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit-for-bit.

@@ -147,6 +147,11 @@ class Family:
         """Whether a layer for multi-token prediction is one of its layers, which training supports (`model.mtp`)."""
         return bool(self.predicts_ahead) and not (self.indexer or self.entries or self.single)
 
+    @property
+    def ahead_apart(self) -> bool:
+        """Whether files name that layer apart from the others (`rows.AHEAD_APART`), and not as one behind the last."""
+        return self.predicts_ahead == "mtp_num_hidden_layers"
+
     @cached_property
     def single(self) -> bool:
         """Whether a layer is one module (`model.pattern`), with one norm."""

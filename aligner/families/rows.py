@@ -307,5 +307,13 @@ PREDICTS_AHEAD = (
     _ahead("eh_proj", "eh_proj", "hidden", "2hidden"),
     _ahead("final_layernorm", "shared_head.norm", "hidden"),
 )
+# in files that have such a layer apart from the others: the names of these rows, and the beginning of the layer's own
+AHEAD_APART = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "shared_head.norm": "mtp.norm",
+}
+AHEAD_LAYER_APART = "mtp.layers.0."
 LM_HEAD = ParamSpec("output_layer.weight", ("lm_head.weight",), "copy", 0, ("vocab", "hidden"), "vocab", padded=True)
 SCORE_HEAD = ParamSpec("output_layer.weight", ("score.weight",), "copy", None, ("labels", "hidden"), float32=True)

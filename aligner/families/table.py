@@ -113,13 +113,24 @@ def family_table(cfg: ModelConfig, head: str = "lm", num_labels: int = 1) -> lis
 
 
 def ahead_table(cfg: ModelConfig) -> list[ParamSpec]:
-    """Return the rows of the layer for multi-token prediction, the one behind the last in Hugging Face's files."""
+    """Return the rows of the layer for multi-token prediction."""
     layer = cfg.num_layers
     kinds, experts = cfg.layer_kinds(layer), range(cfg.moe.num_experts)
     sizes = dimensions(cfg.of_kinds(kinds))
     inner = [row for row in rows_of(cfg, "") if is_of_layer(row) and row.is_in(kinds)]
     inner = [replace(row, canonical=row.canonical.replace(rows.in_layer(""), rows.AHEAD_LAYER)) for row in inner]
-    return [_filled(row, sizes, layer, experts) for row in (*rows.PREDICTS_AHEAD, *inner)]
+    filled = (_filled(row, sizes, layer, experts) for row in (*rows.PREDICTS_AHEAD, *inner))
+    return [replace(row, hf=tuple(ahead_name(cfg, name) for name in row.hf)) for row in filled]
+
+
+def ahead_name(cfg: ModelConfig, name: str) -> str:
+    """Return Hugging Face's name of a tensor that a model with another layer behind the last would have."""
+    at = f"model.layers.{cfg.num_layers}."
+    if not cfg.traits.ahead_apart or not name.startswith(at):
+        return name
+    own = name.removeprefix(at)
+    apart = rows.AHEAD_APART.get(own.removesuffix(".weight"))
+    return f"{apart}.weight" if apart else rows.AHEAD_LAYER_APART + own
 
 
 def layer_table(cfg: ModelConfig, kinds: tuple[str, ...]) -> list[ParamSpec]:

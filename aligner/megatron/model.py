@@ -188,7 +188,8 @@ def ahead_spec(cfg: ModelConfig, config: LayerConfig, layout: Layout) -> ModuleS
     """Return the layer behind the last. `model.moe.aux_coef` does not balance its experts."""
     own = replace(cfg, moe=replace(cfg.moe, aux_coef=0.0))
     experts = partial(ExpertLayer, model=own, layout=layout)
-    return _layer(own, config, own.layer_kinds(own.num_layers), experts)
+    kinds = own.layer_kinds(own.num_layers)
+    return _layer(own, config, kinds, experts if "sparse" in kinds else None)
 
 
 def _layer(cfg: ModelConfig, config: LayerConfig, kinds: tuple[str, ...], experts: partial | None) -> ModuleSpec:

@@ -30,10 +30,12 @@ def names_beside(tensors: HfTensors, cfg: ModelConfig) -> list[str]:
 
     def is_beside(name: str) -> bool:
         layer = _LAYER.match(name)
-        carried = cfg.traits.predicts_ahead and not cfg.mtp.layers
+        carried = cfg.traits.predicts_ahead and not cfg.mtp.layers and not cfg.traits.ahead_apart
         ahead = layer and carried and int(layer[1]) >= cfg.num_layers
+        apart = name.startswith("mtp.") and not cfg.mtp.layers
         unused = layer and _KEYS.fullmatch(name) and int(layer[1]) < cfg.num_layers and not cfg.has_keys(int(layer[1]))
-        return bool(ahead or unused or name.startswith("mtp.") or (tensors.within and not OWN.match(name)))
+        other = tensors.within and not OWN.match(name) and not name.startswith("mtp.")
+        return bool(ahead or apart or unused or other)
 
     return [name for name in tensors if is_beside(name)]
 
@@ -88,7 +90,7 @@ class Beside:
     def of(cls, folder: Path | None, cfg: ModelConfig, head: str) -> Beside:
         if folder is None or head != "lm" or not any((folder / name).is_file() for name in (SINGLE, INDEX)):
             return cls(folder)
-        tensors = open_hf(folder)
+        tensors = open_hf(folder, bool(cfg.mtp.layers))
         return cls(folder, tensors, tuple(names_beside(tensors, cfg)))
 
     def kind(self, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -11,8 +11,8 @@ from aligner.config.sections.model.config import ModelConfig
 
 
 def copies(cfg: ModelConfig) -> dict[str, str]:
-    """Return the name of each copy -> the tensor that it equals; empty without such a layer."""
-    if not cfg.mtp.layers:
+    """Return the name of each copy -> the tensor that it equals; empty where there are none."""
+    if not cfg.mtp.layers or cfg.traits.ahead_apart:
         return {}
     at, embedding = f"model.layers.{cfg.num_layers}.", cfg.traits.table[0].hf[0]
     head = embedding if cfg.tie_embeddings else "lm_head.weight"

@@ -108,7 +108,7 @@ def _check_equal(tensors: HfTensors, copy: str, original: str, remedy: str) -> N
 
 def _check_ahead(tensors: HfTensors, cfg: ModelConfig) -> None:
     """Check that a folder has as many layers for multi-token prediction as training is to learn."""
-    own = tensors.announced.get(cfg.traits.predicts_ahead, 0)
+    own = tensors.announced_ahead(cfg.traits.predicts_ahead)
     if cfg.mtp.layers and own != cfg.mtp.layers:
         expected = f"0 with {tensors.where}: its config.json says {cfg.traits.predicts_ahead}={own}"
         raise ConfigError("model.mtp.layers", cfg.mtp.layers, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.errors import CheckpointError
 from aligner.families import find
 from aligner.families.family import Names
@@ -195,6 +197,10 @@ class HfTensors(Mapping[str, Tensor]):
         sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, MXFP4: 4, "I64": 8, "I32": 4}
         return 4 if name in self._scales else sizes.get(self.dtype(name), 1)
 
+    def announced_ahead(self, key: str) -> int:
+        """Return config.json's number of layers that predict further tokens, by its key without that of a section."""
+        return next((count for name, count in self.announced.items() if name.rpartition(".")[2] == key), 0)
+
     def unlisted(self) -> list[str]:
         """Return tensors of the files that the index does not name. Opens every file."""
         names = (name for path in self.paths() for name in self._file(path).keys())  # noqa: SIM118 (no mapping)
@@ -269,8 +275,9 @@ def _open(path: Path, published: Names) -> _File:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
 
 
-def open_hf(folder: str | Path) -> HfTensors:
-    """Open the tensors of a folder with `model.safetensors` or a sharded index, without a check of names and shapes.
+def open_hf(folder: str | Path, ahead: bool = False) -> HfTensors:
+    """Open the tensors of a folder with `model.safetensors` or a sharded index, without a check of names and shapes;
+    also the experts of its layer for multi-token prediction by their own names, if it is to be used (`ahead`).
 
     `models/folder_check.py` checks them. Raises CheckpointError, ConfigError for an unsupported quantisation.
     """
@@ -286,7 +293,7 @@ def open_hf(folder: str | Path) -> HfTensors:
         family = find(raw.text("model_type", ""))
         beside["published"] = published = family.published if family else ()
         if family is not None and family.joined:
-            parts = parts_of(config_from_hf(folder))
+            parts = parts_of(replace(config_from_hf(folder), mtp=MtpConfig(int(ahead))))
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found both: remove the unintended one")
     if single.is_file():

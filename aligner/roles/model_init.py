@@ -71,13 +71,13 @@ class InitialModel:
         random = random_source(self.config, self.seed)
         if self.folder is None:
             return random
-        folder = self.folder
+        opened = partial(open_hf, self.folder, bool(self.config.mtp.layers))
 
         def check() -> None:
-            check_folder(open_hf(folder), self.config, head.kind)
+            check_folder(opened(), self.config, head.kind)
 
         by_rank_0(check)
-        return HfSource(partial(open_hf, folder), self.config)
+        return HfSource(opened, self.config)
 
     @property
     def weights(self) -> str:

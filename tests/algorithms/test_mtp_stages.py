@@ -16,6 +16,13 @@ SHAPE = [
     "model.num_heads=4",
     "model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 20, shared_ffn_hidden_size: 20, dense_layers: [0]}",
 ]
+QWEN = [
+    "model.family=qwen3_5_moe_text",
+    "model.qk_norm=true",
+    "model.num_heads=4",
+    "model.linear={key_heads: 2, value_heads: 4, key_head_dim: 8, value_head_dim: 8, conv: 4, attention_every: 2}",
+    "model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 20, shared_ffn_hidden_size: 20}",
+]
 AHEAD = "model.mtp.layers=1"
 ALIKE = ["run.steps=3", "optim.clip_grad=0.1", "batch.share_prompts=false"]  # which such a layer turns off
 
@@ -101,12 +108,13 @@ def test_a_student_learns_it_beside_its_teacher(data, taught, tmp_path):
     assert not torch.equal(before["model.layers.2.eh_proj.weight"], after["model.layers.2.eh_proj.weight"])
 
 
-def test_a_run_goes_on_with_it_and_its_checkpoint_is_exported_with_it(ranks, data, tmp_path):
-    whole = stages.stage("sft", data, tmp_path / "whole", *SHAPE, AHEAD, "run.steps=3")
+@pytest.mark.parametrize("shape, key", [(SHAPE, "num_nextn_predict_layers"), (QWEN, "mtp_num_hidden_layers")])
+def test_a_run_goes_on_with_it_and_its_checkpoint_is_exported_with_it(ranks, data, tmp_path, shape, key):
+    whole = stages.stage("sft", data, tmp_path / "whole", *shape, AHEAD, "run.steps=3")
     for steps in (2, 3):
-        parts = stages.stage("sft", data, tmp_path / "parts", *SHAPE, AHEAD, "checkpoint.every=1", f"run.steps={steps}")
+        parts = stages.stage("sft", data, tmp_path / "parts", *shape, AHEAD, "checkpoint.every=1", f"run.steps={steps}")
     assert stages.differences(parts, whole) == [] and stages.same_weights(parts, whole)
     ranks.run(converted, what="export", source=parts, goal=tmp_path / "out", file_bytes=1e9)
     exported, weights = (load_file(path / "model.safetensors") for path in (tmp_path / "out", whole / "hf"))
     assert exported.keys() == weights.keys() and all(torch.equal(t, weights[name]) for name, t in exported.items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[key] == 1

@@ -217,7 +217,7 @@ def test_the_models_layer_drafts_what_its_formula_draws(cfg, tmp_path, monkeypat
     with torch.no_grad():
         for name, p in oracle.whole.named_parameters():
             p *= 0.3 if "o_proj" in name or "down_proj" in name else 1
-        oracle.own["shared_head_norm"].copy_(oracle.whole.model.norm.weight)
+        oracle.own["norm"].copy_(oracle.whole.model.norm.weight)
         oracle.own["eh_proj"][:, : cfg.hidden_size] += 2 * torch.eye(cfg.hidden_size)
 
     def noted(self, last, longest, seeds, counts):

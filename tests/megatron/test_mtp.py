@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from aligner.config.sections.batch import BatchConfig
+from aligner.config.sections.model.config import with_ahead
 from aligner.config.sections.model.mtp import MtpConfig
 from aligner.config.sections.parallel import ParallelConfig
 from aligner.errors import AlignerError
+from aligner.families.hf_config import hf_config
 from aligner.families.table import parameters
 from aligner.megatron.train import ShardedModel
 from aligner.models.folder_check import check_folder
@@ -27,10 +29,15 @@ from tests.megatron.models import (
     weights,
 )
 from tests.ranks import on_ranks
-from tests.tiny import ADAM, DEEPSEEK, GLM, SGD, batch, hf_weights, relative, transformers_model
+from tests.tiny import ADAM, GLM, MORE, SGD, batch, hf_weights, relative, transformers_model
 
 pytestmark = pytest.mark.multirank
 LOSS = 0.3
+
+
+NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
+# as vLLM's `Qwen3_5MultiTokenPredictor` has them: (fc [norm(embedding); norm(hidden)]), a layer with attention, norm
+APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
 
 
 def rms(x, weight, eps):
@@ -42,20 +49,25 @@ class Oracle(torch.nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        whole, self.raw = transformers_model(replace(cfg, num_layers=cfg.num_layers + 1))
+        whole, self.raw = transformers_model(with_ahead(cfg))
+        self.apart = cfg.family.startswith("qwen3_5")
         whole.set_experts_implementation("eager")  # others have no float64
         self.whole, self.cfg, g = whole.double(), cfg, torch.Generator().manual_seed(5)
         size, eps = cfg.hidden_size, cfg.norm_eps
         noise = lambda *shape: torch.nn.Parameter(0.2 * torch.randn(*shape, generator=g).double())  # noqa: E731
         self.own = torch.nn.ParameterDict({"eh_proj": noise(size, 2 * size)})
-        self.own |= {name: torch.nn.Parameter(1 + noise(size).data) for name in ("enorm", "hnorm", "shared_head_norm")}
+        self.middle = 0 if self.apart else 1  # of norms' weights
+        self.own |= {n: torch.nn.Parameter(self.middle + noise(size).data) for n in ("enorm", "hnorm", "norm")}
         self.eps = eps
-        self.raw |= {"num_hidden_layers": cfg.num_layers, "num_nextn_predict_layers": 1}
+        self.raw = hf_config(replace(cfg, mtp=MtpConfig(1)), bos_token_id=None, eos_token_id=None, pad_token_id=0)
 
     def tensors(self):
         """By their names in files, with the copies of embedding and output matrix that published folders have."""
         body, at = hf_weights(self.whole), f"model.layers.{self.cfg.num_layers}."
-        body |= {f"{at}{n.replace('_norm', '.norm')}.weight": t.detach().clone() for n, t in self.own.items()}
+        if self.apart:
+            own = {f"mtp.{APART[n]}.weight": t.detach().clone() for n, t in self.own.items()}
+            return {n.replace(at, "mtp.layers.0."): t.float() for n, t in (body | own).items()}
+        body |= {f"{at}{NAMES[n]}.weight": t.detach().clone() for n, t in self.own.items()}
         body[f"{at}embed_tokens.weight"] = body["model.embed_tokens.weight"].clone()
         body[f"{at}shared_head.head.weight"] = body.get("lm_head.weight", body["model.embed_tokens.weight"]).clone()
         return {name: t.float() for name, t in body.items()}
@@ -67,7 +79,8 @@ class Oracle(torch.nn.Module):
         around = {"attention_mask": seen, "position_ids": position}
         around["position_embeddings"] = self.whole.model.rotary_emb(h, position)
         for layer in layers:
-            h = layer(h, **around)
+            plain = {"attention_mask": None} if hasattr(layer, "linear_attn") else {}
+            h = layer(h, **around | plain)
         return h
 
     def hidden(self, tokens):
@@ -76,14 +89,15 @@ class Oracle(torch.nn.Module):
 
     def ahead(self, h, e):
         """What the layer makes of hidden states and of the embeddings of the tokens that follow."""
-        both = torch.cat([rms(e, self.own["enorm"], self.eps), rms(h, self.own["hnorm"], self.eps)], 2)
+        enorm, hnorm, norm = (1 - self.middle + self.own[name] for name in ("enorm", "hnorm", "norm"))
+        both = torch.cat([rms(e, enorm, self.eps), rms(h, hnorm, self.eps)], 2)
         x = self.through(self.whole.model.layers[-1:], both @ self.own["eh_proj"].T)
-        return rms(x, self.own["shared_head_norm"], self.eps)
+        return rms(x, norm, self.eps)
 
     def losses(self, rows, detach):
         """The stage's loss, the layer's, and the share of tokens that it would guess."""
         model, tokens = self.whole.model, rows.tokens
-        h, head = self.hidden(tokens), self.whole.lm_head.weight
+        h, head = self.hidden(tokens), self.whole.get_output_embeddings().weight
         first = torch.log_softmax(h[:, :-1] @ head.T, -1).gather(2, tokens[:, 1:, None])[..., 0]
         e = model.embed_tokens(tokens[:, 1:])
         h, e, head = (x.detach() if detach else x for x in (h, e, head))
@@ -96,7 +110,7 @@ class Oracle(torch.nn.Module):
 
 
 def from_files(folder, cfg, **options) -> ShardedModel:
-    tensors = open_hf(folder)
+    tensors = open_hf(folder, ahead=True)
     check_folder(tensors, cfg)
     return build(cfg, source=lambda spec: from_hf(spec, tensors, cfg), **options)
 
@@ -111,8 +125,9 @@ def step(folder, cfg, rows, optim=SGD):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("detach", [True, False])
-@pytest.mark.parametrize("cfg", [DEEPSEEK, GLM], ids=["deepseek_v3", "glm4_moe"])
-def test_loss_and_gradients_are_the_papers(ranks, tmp_path, cfg, detach):
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_5_moe"])
+def test_loss_and_gradients_are_the_papers(ranks, tmp_path, name, detach):
+    cfg = MORE[name]
     oracle, rows = Oracle(cfg), batch(cfg)
     write_hf(tmp_path / "hf", oracle.tensors().items(), oracle.raw)
     plain, loss, hits = oracle.losses(rows, detach)

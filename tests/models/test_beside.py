@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from aligner.cluster.env import RankEnv
 from aligner.config.sections.model.config import ModelConfig
+from aligner.config.sections.model.mtp import MtpConfig
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import CheckpointError, ConfigError
 from aligner.families import FAMILIES
@@ -22,6 +23,8 @@ from aligner.megatron.groups import build_layout
 from aligner.megatron.model import Head
 from aligner.megatron.train import ShardedModel
 from aligner.models.folder_check import check_folder
+from aligner.models.fused import joined, parts_of
+from aligner.models.params import expected_hf_shapes
 from aligner.models.safetensors_io import INDEX, SINGLE, open_hf
 from aligner.refit.export import export_hf
 from aligner.roles.model_init import resolve
@@ -84,8 +87,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-def through_training(folder: str, out: Path, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    initial = resolve(ModelConfig(dtype="float32"), folder, 0)
+def through_training(folder: str, out: Path, tokens: torch.Tensor, lengths: torch.Tensor, ahead=0) -> torch.Tensor:
+    initial = resolve(ModelConfig(dtype="float32", mtp=MtpConfig(ahead)), folder, 0)
     source = initial.source(Head())
     model = ShardedModel(initial.config, build_layout(ONE), Head(), torch.float32, torch.device("cpu"), source)
     export_hf(model, out, initial.tokenizer, None, initial.origin)
@@ -132,6 +135,25 @@ def test_what_nothing_trains_is_exported_byte_for_byte(ranks, tmp_path, capsys, 
         if name in QWENS:
             text = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)[1]
             assert not text["missing_keys"], "the language model alone"
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_a_layer_that_is_trained_goes_back_to_where_it_was(ranks, tmp_path, name):
+    """Beside a vision tower, in a file whose experts are stacked."""
+    folder, _ = whole_folder(name, tmp_path / "hf")
+    cfg, g = replace(MODELS[name], mtp=MtpConfig(1)), torch.Generator().manual_seed(1)
+    own = [(n, torch.randn(s, generator=g)) for n, s in expected_hf_shapes(cfg).items() if n.startswith("mtp.")]
+    rest = {n: t for n, t in load_file(folder / SINGLE).items() if not n.startswith("mtp.")}
+    parts = {n: part for n, part in parts_of(cfg).items() if n.startswith("mtp.")}
+    save_file(rest | dict(joined(own, parts)), folder / SINGLE, metadata={"format": "pt"})
+    assert bool(parts) == ("mtp.layers.0.mlp.experts.gate_up_proj" in stored(folder))
+    rows = batch(MODELS[name], rows=3, width=11)
+    job = {"folder": str(folder), "out": tmp_path / "out", "tokens": rows.tokens, "lengths": rows.lengths}
+    ranks.run(through_training, **job, ahead=1)
+    check_same(folder, tmp_path / "out")
+    save_file(rest, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"its weights lack mtp\.fc\.weight"):
+        check_folder(open_hf(folder, ahead=True), cfg)
 
 
 def test_a_scorer_is_exported_alone(ranks, tmp_path):

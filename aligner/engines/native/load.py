@@ -15,6 +15,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.model.mtp import MtpConfig
 from aligner.engines.native.engine import Decode, NativeEngine
 from aligner.families.hf_config import config_from_hf
+from aligner.families.table import ahead_name
 from aligner.models.folder_check import check_folder
 from aligner.models.safetensors_io import HfTensors, open_hf
 
@@ -44,14 +45,14 @@ def engine_from_folder(
 
 def predicts_ahead(tensors: HfTensors, shape: ModelConfig) -> bool:
     """Return whether a folder has a layer for multi-token prediction that engines here compute."""
-    own = shape.traits.trains_ahead and tensors.announced.get(shape.traits.predicts_ahead) == 1
-    return own and f"model.layers.{shape.num_layers}.eh_proj.weight" in tensors
+    own = shape.traits.trains_ahead and tensors.announced_ahead(shape.traits.predicts_ahead) == 1
+    return own and ahead_name(shape, f"model.layers.{shape.num_layers}.eh_proj.weight") in tensors
 
 
 def fill(engine: NativeEngine, folder: Path) -> None:
     """Fill the engine with the folder's weights, as version 0. Of several ranks that are one engine each reads all.
     Raises CheckpointError if the folder holds other tensors than the engine's model."""
-    tensors = open_hf(folder)
+    tensors = open_hf(folder, bool(engine.model.cfg.mtp.layers))
     names = check_folder(tensors, engine.model.cfg)
     engine.begin_update(0)
     engine.update_weights(_read(tensors, names))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.config.sections.model.config import ModelConfig, generating
+from aligner.config.sections.model.config import ModelConfig, with_ahead
 from aligner.engines.native.ahead import AheadLayer
 from aligner.engines.native.attention import PrefillPositions
 from aligner.engines.native.block_inputs import BlockContext, DecodeStep, PrefillInputs, Product, nearby
@@ -29,7 +28,7 @@ from aligner.engines.native.scratch import Scratch, cleared
 from aligner.engines.native.states import RowStates
 from aligner.engines.native.streams import ResidualStreams
 from aligner.families.rows import in_layer
-from aligner.families.table import family_table
+from aligner.families.table import ahead_name, family_table
 from aligner.models.params import embedding_factor, expected_hf_shapes
 from aligner.models.rope import attention_factor, inverse_frequencies, query_factors
 from aligner.models.shards import HfTensor, hf_tensors
@@ -60,7 +59,7 @@ class NativeModel:
         self.cfg, self.device, self.dtype, self.peers = cfg, device, dtype, peers or EngineRanks(None)
         use_fast_products(device, dtype)
         # the layer for multi-token prediction is one more layer of the blocks, through which `_forward` does not go
-        blocks_of = replace(generating(cfg), num_layers=cfg.num_layers + cfg.mtp.layers)
+        blocks_of = with_ahead(cfg) if cfg.mtp.layers else cfg
         self.kit = kit = BlockContext(blocks_of, device, dtype, self.peers)
         self.shapes = expected_hf_shapes(cfg)
         self.tensors = {tensor.name: tensor for tensor in hf_tensors(cfg)}
@@ -165,7 +164,7 @@ class NativeModel:
                 views[hf[f"decoder.layers.{layer}.layer_scalar"]] = self.scalars[layer]
         for block in self.blocks:
             views |= block.views()
-        return views
+        return {ahead_name(self.cfg, name): view for name, view in views.items()}
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Load this rank's share of a whole tensor."""

@@ -17,6 +17,7 @@ _BOTH: dict[str, Any] = {
     "offset_norms": True,
     "gated_attention": True,
     "served_by": ("vllm",),
+    "predicts_ahead": "mtp_num_hidden_layers",
     "fused": (("linear_attn.in_proj_qkv", _PARTS),),
 }
 FAMILIES = (

@@ -288,7 +288,8 @@ megatron.tp_comm_overlap megatron.fp8 => megatron.fp8_recipe =tensorwise|mxfp8
         if self.pattern:
             return (PATTERN[self.pattern[layer]],)
         sparse = self.moe.num_experts and layer not in self.moe.dense_layers
-        kinds = "sparse" if sparse else "dense", "linear" if self.linear.is_linear(layer) else "attention"
+        linear = layer < self.num_layers and self.linear.is_linear(layer)  # the one that predicts further never is
+        kinds = "sparse" if sparse else "dense", "linear" if linear else "attention"
         if self.entries.tokens:
             return (*kinds, *self.entries_of(layer), "hashed" if layer < self.moe.hash_layers else "scored")
         return (*kinds, *self.heads_of(layer), *["indexer"] * self.indexer.is_full(layer))
@@ -439,6 +440,13 @@ def generating(model: ModelConfig, drafts: bool = False) -> ModelConfig:
     """Return the model of engines, and of models that do not learn: without layers that predict further tokens, unless
     an engine `drafts` with them (`engine.draft_tokens`)."""
     return replace(model, mtp=MtpConfig()) if model.mtp.layers and not drafts else model
+
+
+def with_ahead(model: ModelConfig) -> ModelConfig:
+    """Return the model whose last layer is the one that predicts further tokens."""
+    linear, more = model.linear, [model.num_layers] if model.linear.key_heads else []
+    linear = replace(linear, attention_layers=linear.attention_layers + more)
+    return replace(generating(model), num_layers=model.num_layers + 1, linear=linear)
 
 
 def check_traits(model: ModelConfig) -> None:
