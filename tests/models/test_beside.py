@@ -144,7 +144,7 @@ def test_a_layer_that_is_trained_goes_back_to_where_it_was(ranks, tmp_path, name
     cfg, g = replace(MODELS[name], mtp=MtpConfig(1)), torch.Generator().manual_seed(1)
     own = [(n, torch.randn(s, generator=g)) for n, s in expected_hf_shapes(cfg).items() if n.startswith("mtp.")]
     rest = {n: t for n, t in load_file(folder / SINGLE).items() if not n.startswith("mtp.")}
-    parts = {n: part for n, part in parts_of(cfg).items() if n.startswith("mtp.")}
+    parts = {n: matrix for n, matrix in parts_of(cfg).items() if n.startswith("mtp.")}
     save_file(rest | dict(joined(own, parts)), folder / SINGLE, metadata={"format": "pt"})
     assert bool(parts) == ("mtp.layers.0.mlp.experts.gate_up_proj" in stored(folder))
     rows = batch(MODELS[name], rows=3, width=11)

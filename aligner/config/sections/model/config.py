@@ -444,8 +444,8 @@ def generating(model: ModelConfig, drafts: bool = False) -> ModelConfig:
 
 def with_ahead(model: ModelConfig) -> ModelConfig:
     """Return the model whose last layer is the one that predicts further tokens."""
-    linear, more = model.linear, [model.num_layers] if model.linear.key_heads else []
-    linear = replace(linear, attention_layers=linear.attention_layers + more)
+    linear, own = model.linear, [model.num_layers] if model.linear.key_heads else []
+    linear = replace(linear, attention_layers=linear.attention_layers + own)
     return replace(generating(model), num_layers=model.num_layers + 1, linear=linear)
 
 
