@@ -44,6 +44,13 @@ def read_messages(value: Any, name: str, where: str) -> Messages:
     return [_message(message, name, f"{where}, {name}[{number}]", where) for number, message in enumerate(value)]
 
 
+def add_user_text(messages: Messages, text: str) -> Messages:
+    """Add a text of the user's, to the last message if it is the user's: many templates refuse two of one role."""
+    if messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": text}]
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{text}"}]
+
+
 def check_learned(messages: Messages, name: str, where: str) -> None:
     """Raise DataError for messages without any of the assistant's: nothing would be learned."""
     if not any(message["role"] == "assistant" for message in messages):

@@ -55,8 +55,8 @@ class ToolWorker:
     async def _ready(self, request: dict[str, Any]) -> None:
         """Answer when the inputs are read."""
 
-    async def _reset(self, request: dict[str, Any]) -> list[dict[str, str]]:
-        """Return the opening messages of an environment."""
+    async def _reset(self, request: dict[str, Any]) -> str | list[dict[str, str]]:
+        """Return the text or the messages with which an environment opens."""
         if self.tools.kind is None:
             return []
         environment = self.objects[request["key"]] = await self._called(self.tools.kind, **self.cfg.args)
@@ -65,9 +65,8 @@ class ToolWorker:
         if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             row = {name: value for name, value in row.items() if name in taken}
         opening = await self._called(environment.reset, **row)
-        if isinstance(opening, str):
-            return [{"role": "user", "content": opening}]
-        if opening is not None and not (isinstance(opening, list) and all(map(_is_message, opening))):
+        messages = isinstance(opening, list) and all(map(_is_message, opening))
+        if not (opening is None or isinstance(opening, str) or messages):
             raise TypeError(f"reset returned {opening!r:.200}: expected None, a text or a list of {{role, content}}")
         return opening or []
 

@@ -28,7 +28,7 @@ from aligner.config.on_demand import on_demand
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, EnginePrompt
 from aligner.data.formats import Tools
-from aligner.data.messages import read_messages
+from aligner.data.messages import add_user_text, read_messages
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool, Session
 from aligner.errors import AlignerError, DataError, EngineError
@@ -219,11 +219,14 @@ class TrajectoryGenerator(SampleGenerator):
         next_prompt = self.dialogue.resume(messages, prompt.tokens)
         return self.kind(number, index, seed, prompt, next_prompt, session, messages, rollout=request.rollout)
 
-    def _opened(self, state: SampleState, opening: list[dict[str, Any]]) -> None:
+    def _opened(self, state: SampleState, opening: str | list[dict[str, Any]]) -> None:
         if not opening:
             return
         try:
-            messages = state.messages + read_messages(opening, "reset", "environment.path")
+            if isinstance(opening, str):
+                messages = add_user_text(state.messages, opening)
+            else:
+                messages = state.messages + read_messages(opening, "reset", "environment.path")
         except DataError as error:
             state.stop, state.failure = Stop.TEMPLATE, f"template: {error}"
             return

@@ -88,8 +88,8 @@ def test_an_environment_and_its_reward_in_the_convention_of_trl(tmp_path):
     named = {"path": f"{tmp_path / 'game.py'}:Guess", "reward": f"{tmp_path / 'game.py'}:score"}
     pool, session = make_pool(tmp_path, **named), Session("1", 7, {})
     assert load_tools(pool.cfg).scores and not load_tools(EnvironmentConfig(path=named["path"])).scores
-    (opening,) = pool.ask(session, "reset", seed=7, row={"number": 4, "below": 9}).result(300)["value"]
-    assert opening == {"role": "user", "content": "Guess a number below 9."}
+    opening = pool.ask(session, "reset", seed=7, row={"number": 4, "below": 9}).result(300)["value"]
+    assert opening == "Guess a number below 9."
     assert turn(pool, session, call("guess", number=6))["value"]["texts"] == ["lower"]
     assert pool.ask(session, "score").result(300)["value"] == 0.0
     results = [turn(pool, session, call("guess", number=4))["value"] for _ in range(2)]
@@ -160,7 +160,7 @@ def test_an_environment_has_a_state_of_its_own_for_each_sample(tmp_path):
     pool = make_pool(tmp_path, path=f"{FILE}:Guess", args={"top": 3})
     sessions = [Session(str(i), seed, {}) for i, seed in enumerate((4, 4, 5))]
     opened = [pool.ask(s, "reset", seed=s.seed, row={"top": 1}) for s in sessions]
-    assert [f.result(300)["value"] for f in opened] == [[{"role": "user", "content": "below 3"}]] * 3
+    assert [f.result(300)["value"] for f in opened] == ["below 3"] * 3
     answers = [turn(pool, s, call("guess", number=1))["value"] for s in sessions]
     assert [a["texts"] for a in answers] == [["right"], ["right"], ["too low"]]
     assert [(a["reward"], a["done"]) for a in answers] == [(0.25, True), (0.25, True), (0.0, False)]

@@ -196,7 +196,7 @@ def test_an_environment_opens_plays_and_rewards(play):
         assert trajectory.stop == Stop.DONE and sample.finished
         last = 0.5 ** (trajectory.turns - 1)
         assert trajectory.reward == pytest.approx(1.25 * last)  # of the turn 1/4, at the end 1, discounted alike
-        assert sample.prompt.messages[-1]["content"] == "below 4"
+        assert sample.prompt.messages == ({"role": "user", "content": "q\n\nbelow 4"},)
     turns = [sample.trajectory.turns for sample in groups.samples]
     assert turns[0] == turns[1] and turns[2] == turns[3]  # a group has one seed
 
@@ -246,7 +246,7 @@ OPENS = {
         Stop.PROMPT,
         r"prompt: environment\.path: reset made a prompt of 2\d\d tokens: .*_tokens=100",
     ),
-    "characters": ("'x' * 3_000_000", Stop.PROMPT, r"prompt: .* of 3000001 characters: expected at most .*_tokens=100"),
+    "characters": ("'x' * 3_000_000", Stop.PROMPT, r"prompt: .* of 3000003 characters: expected at most .*_tokens=100"),
     "a list": ("[{'role': 'user', 'content': 'y' * 40}] * 5", Stop.PROMPT, r"prompt: .* tokens"),
     "what no template renders": ("'bad'", Stop.TEMPLATE, r"template: "),
     "no role": (
@@ -268,7 +268,7 @@ OPENS = {
 def test_one_opening_that_cannot_be_ends_one_trajectory(play, tmp_path, world, kind):
     """Of a group with good ones; its reason is counted, and a rollout of nothing else says it."""
     opening, stop, words = OPENS[kind]
-    refuses = "{% if messages[-1]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    refuses = "{% if 'bad' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}"
     own = train_tokenizer([], str(tmp_path / "own"), 261, chat_template=refuses + TEMPLATE)
     (tmp_path / "opens.py").write_text(
         "class Opens:\n"
