@@ -99,8 +99,8 @@ STAGED = ["parallel.pipeline=4", "parallel.virtual_stages=2", "parallel.stage_la
 MIXTURE = ["model.init=random", "model=tiny_moe", "model.num_layers=61", "parallel.expert=2"]
 LAYOUTS[DEEP] = (10, [*MIXTURE, *STAGED, *TWO, "engine.tensor_parallel=2", "engine.lag=1"])
 LAYOUTS["lag-windows-two"] = (4, [*TWO, *LAYOUTS["lag-windows"][1][1:]])
-# experts whose choice the trainer repeats, and a head that drafts; the model is random, so an answer that ends is a call
-# (`attempt`)
+# experts whose choice the trainer repeats, and a head that drafts. The model is random, so an answer that ends is a
+# call (`attempt`)
 ROUTED = ["model.init=random", "model.family=glm4_moe", "model.tie_embeddings=false", "model.init_std=0.3"]
 ROUTED += ["model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 20, shared_ffn_hidden_size: 20, dense_layers: [0]}"]
 ROUTED += ["mismatch.replay_routing=true", "model.mtp.layers=1", "batch.share_prompts=false", "engine.draft_tokens=2"]
