@@ -290,7 +290,7 @@ def do_read(path: str) -> None:
 def bound_processes(most: int) -> None:
     """Let the kernel refuse processes far beyond the limit. For users other than root RLIMIT_NPROC does so before."""
     if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 14):  # before, the number is the whole machine's
-        with suppress(OSError), open("/proc/sys/kernel/pid_max", "w") as file:
+        with open("/proc/sys/kernel/pid_max", "w") as file:
             file.write(str(RESERVED_PIDS + 4 * most))
 
 
@@ -299,12 +299,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the terminal's own programs
         signal.signal(number, signal.SIG_IGN)
     confine.hide()
-    bound_processes(job["processes"])
     name_host("sandbox")
     raise_loopback()
+    first = FirstProcess(job)
+    bound_processes(job["processes"])  # in a /proc of its own: a container's may be read-only
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # rather than a rank of the run
-    first = FirstProcess(job)
     send(b"m", b"{}")
     while True:
         send(b"m", json.dumps(first.answer(json.loads(receive()[1]))).encode())

@@ -21,6 +21,7 @@ from typing import Any
 from aligner.config.checks import at_least, one_of
 from aligner.errors import ConfigError, SandboxError
 from aligner.sandbox.confine import landlock_version
+from aligner.sandbox.refusals import explained
 from aligner.sandbox.session import SILENT_S, ProgramSession, RunEnd
 
 TIERS = ("bubblewrap", "unshare", "landlock")  # best first
@@ -111,7 +112,7 @@ class Sandbox:
         try:
             (ended,) = self.run("print(6 * 7)", [""])
         except SandboxError as error:
-            return str(error)
+            return explained(str(error)) if self.tier in ("bubblewrap", "unshare") else str(error)
         return None if (ended.how, ended.out) == ("exit", "42\n") else f"a first program ended with {ended}"
 
     def _lacks(self) -> str | None:

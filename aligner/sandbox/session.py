@@ -12,6 +12,8 @@ from typing import Any
 
 from aligner.errors import SandboxError
 
+ENVIRON = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+KEPT = ("LD_LIBRARY_PATH",)  # by which a cluster's module of Python may find its libraries
 SILENT_S = 900.0  # without a message from a sandbox, which ends its runs far earlier: the machine is stuck
 
 
@@ -39,7 +41,7 @@ class ProgramSession:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            env=ENVIRON | {name: os.environ[name] for name in KEPT if name in os.environ},
             cwd="/",
             bufsize=0,
             start_new_session=True,  # a terminal's signals do not reach it

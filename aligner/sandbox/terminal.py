@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from typing import Any
 from aligner.config.checks import at_least
 from aligner.errors import SandboxError
 from aligner.foreign import parse_json
+from aligner.sandbox.refusals import explained, kernel
 from aligner.sandbox.run import readable_paths
 from aligner.sandbox.session import ProgramSession
 
@@ -70,12 +72,13 @@ class TerminalSandbox:
             "output_bytes": limits.output_chars,
         }
         python = [os.path.realpath(sys._base_executable), "-s", "-S", str(FIRST)]
-        self._session = ProgramSession([program, *NAMESPACES, *python], job)
         try:
+            self._session = ProgramSession([program, *NAMESPACES, *python], job)
             self._session.next()
         except SandboxError as error:
-            self.close()
-            raise SandboxError(f"a terminal needs {NEEDS}: {error}") from None
+            if hasattr(self, "_session"):
+                self.close()
+            raise SandboxError(f"a terminal needs {NEEDS}: {explained(str(error))}") from None
 
     def bash(self, text: str) -> dict[str, Any]:
         return self._ask(do="bash", text=text)
@@ -131,8 +134,8 @@ def _machine_paths() -> list[str]:
 
 def lacks() -> str | None:
     """Return why there are no terminals on this machine; None if there are."""
-    release = os.uname().release
-    if os.getuid() == 0 and tuple(map(int, release.split(".")[:2])) < (6, 14):  # RLIMIT_NPROC does not hold for root
+    if os.getuid() == 0 and kernel() < (6, 14) and _forks_freely():
+        release = os.uname().release
         return f"root's terminals need Linux 6.14, which bounds their processes; this is {release}. Use another user"
     try:
         sandbox = TerminalSandbox(TerminalLimits())
@@ -143,3 +146,9 @@ def lacks() -> str | None:
         return None if answer["out"] == "42\n" else f"a first command ended with {answer}"
     finally:
         sandbox.close()
+
+
+def _forks_freely() -> bool:
+    """Return whether RLIMIT_NPROC does not hold: for root, unless a container made an ordinary user its root."""
+    command = ["prlimit", "--nproc=1:1", "sh", "-c", ": | :"]
+    return subprocess.run(command, capture_output=True).returncode == 0

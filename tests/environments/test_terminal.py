@@ -10,7 +10,6 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -270,9 +269,3 @@ def test_the_table_of_calls_is_of_both_architectures():
     names = {entry.split()[0] for entry in REFUSED.split(";")}
     assert all(re.fullmatch(r"\s*\w+ \d+ \d+\s*", entry) for entry in REFUSED.split(";"))
     assert not names & {entry.split()[0] for entry in ALLOWED.split(";")}
-
-
-def test_root_needs_a_kernel_that_bounds_its_processes(monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: 0)
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="6.8.0-45-generic"))
-    assert "root's terminals need Linux 6.14" in str(lacks())
