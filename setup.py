@@ -60,6 +60,7 @@ EXTRAS = {
         "trl>=1.16",
         "gymnasium>=1.0",
         "openai>=3.0",
+        "anthropic>=2.0",
         "smolagents>=1.26",
         "playwright>=1.50",
         *WANDB,

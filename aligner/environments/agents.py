@@ -1,7 +1,8 @@
-"""Agents in a worker process, and their endpoint: programs that speak OpenAI's chat API.
+"""Agents in a worker process, and their endpoint: programs that speak an API of OpenAI or Anthropic.
 
 async def run(task: Task, base_url: str, sampling: dict) -> float | dict | None        or `def`
-a command line: {"task", "sampling"} on standard input, OPENAI_BASE_URL; the last line of its output is the result
+a command line: {"task", "sampling"} on standard input, OPENAI_BASE_URL, ANTHROPIC_BASE_URL; the last line of its
+output is the result
 
 To the trainer an agent is an environment. `reset` starts it, `turn` answers its request; both return its next action:
 {"request", "late"} or {"end"}. `score` refuses its further requests, and returns its final result.
@@ -190,7 +191,7 @@ async def _commanded(command: list[str], task: Task, base_url: str, sampling: di
         *guarded(command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"},
+        env=os.environ | addresses(base_url),
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
@@ -206,6 +207,12 @@ async def _commanded(command: list[str], task: Task, base_url: str, sampling: di
     if process.returncode:
         raise RuntimeError(f"the program ended with exit code {process.returncode}")
     return parse_json(last, "its last line", EnvironmentCodeError)
+
+
+def addresses(base_url: str) -> dict[str, str]:
+    """Return the variables by which clients of OpenAI and Anthropic know an address."""
+    own = {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
+    return own | {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}
 
 
 async def _last_line(output: asyncio.StreamReader) -> bytes:

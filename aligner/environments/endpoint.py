@@ -1,7 +1,7 @@
-"""OpenAI's chat completions over HTTP, behind a secret path on the loopback or a unix socket, or behind a key.
+"""OpenAI's and Anthropic's APIs over HTTP, behind a secret path on the loopback or a unix socket, or behind a key.
 
-POST /<secret>/v1/chat/completions, GET /<secret>/v1/models; of `aligner serve` also POST /<secret>/v1/completions.
-Other paths return 404. With a key there is no secret in the path.
+POST /<secret>/v1/chat/completions, /responses and /messages, GET /<secret>/v1/models; of `aligner serve` also POST
+/<secret>/v1/completions. Other paths return 404. With a key there is no secret in the path.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import uvicorn
@@ -27,6 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from aligner.environments import messages_api, responses_api
 from aligner.environments.openai_api import ApiError, ChatRequest, chunk, chunks, nowhere, read_request
 from aligner.errors import DataError
 from aligner.foreign import parse_json
@@ -35,6 +37,7 @@ MAX_BYTES = 64 << 20  # of a request
 END_S = 5  # for clients that are still connected at the end
 
 
+Entered = Callable[[Request], tuple[str, str]]  # -> the secret of a request, the name of its model
 Say = Callable[[str, str], None]  # (id of the answer, its next text)
 ContinueText = Callable[[Any], Coroutine[Any, Any, dict[str, Any]]]  # a request's JSON -> the body of its answer
 
@@ -61,11 +64,12 @@ def make_app(
 ) -> Starlette:
     """Return the server. `by_key`: the secret is the key of a client (Authorization: Bearer), not in the path."""
     entered = partial(_by_key if by_key else _by_path, backend)
+    translated = partial(_translated, backend, entered, max_bytes)
 
     async def complete(request: Request) -> Response:
         secret, _ = entered(request)
         asked = read_request(await _body(request, max_bytes))
-        asked.again = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
+        asked.again = _again(request)
         texts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
         answer = asyncio.create_task(_guarded(backend.complete(secret, asked, lambda *text: texts.put_nowait(text))))
         answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its client may have left
@@ -94,6 +98,8 @@ def make_app(
     base = "/v1" if by_key else "/{secret}/v1"
     routes = [
         Route(f"{base}/chat/completions", complete, methods=["POST"]),
+        Route(f"{base}/responses", partial(translated, responses_api), methods=["POST"]),
+        Route(f"{base}/messages", partial(translated, messages_api), methods=["POST"]),
         Route(f"{base}/models", models, methods=["GET"]),
     ]
 
@@ -107,6 +113,25 @@ def make_app(
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
+async def _translated(
+    backend: Backend, entered: Entered, max_bytes: int, api: ModuleType, request: Request
+) -> Response:
+    """Answer a request of another API than chat completions. A stream is sent whole."""
+    try:
+        secret, _ = entered(request)
+        data = await _body(request, max_bytes)
+        asked = api.read_request(data)
+        asked.again = _again(request)
+        body = await _guarded(backend.complete(secret, asked, lambda *text: None))
+    except ApiError as error:
+        return JSONResponse(api.error_body(error), error.status)
+    answer = api.answer(body | {"created": int(time.time())}, data)
+    if not asked.stream:
+        return JSONResponse(answer)
+    events = "".join(f"event: {each['type']}\n{_event(each)}" for each in api.events(answer))
+    return Response(events, media_type="text/event-stream")
+
+
 def _by_path(backend: Backend, request: Request) -> tuple[str, str]:
     """Return the secret, and the name of the model behind it. Raises ApiError."""
     secret = request.path_params["secret"]
@@ -114,13 +139,19 @@ def _by_path(backend: Backend, request: Request) -> tuple[str, str]:
 
 
 def _by_key(backend: Backend, request: Request) -> tuple[str, str]:
-    """Do the same with a client's key."""
+    """Do the same with a client's key, as OpenAI's or Anthropic's send it."""
     kind, _, secret = request.headers.get("authorization", "").partition(" ")
+    secret = secret if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
     try:
-        return secret, backend.model(secret if kind.lower() == "bearer" else "")
+        return secret, backend.model(secret)
     except ApiError:
         text = "Authorization: expected Bearer and the server's key"
         raise ApiError(text, code="invalid_api_key", status=401) from None
+
+
+def _again(request: Request) -> bool:
+    """Return whether a client of OpenAI or Anthropic repeats a request that timed out."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 async def _guarded(answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

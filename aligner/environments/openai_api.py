@@ -1,7 +1,8 @@
 """OpenAI's chat completions as data: requests, answers, and errors in their format.
 
 Names are OpenAI's, for token ids vLLM's: `return_token_ids` asks for `prompt_token_ids` and `token_ids`. An unsupported
-parameter is refused by its name, never ignored.
+parameter is refused by its name, never ignored. Requests of the other APIs become a `ChatRequest`, too, and their
+answers are made of the `Reply.body` (responses_api.py, messages_api.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ UNREAD = ("user", "metadata", "store", "service_tier", "safety_identifier", "pro
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 SWITCHES = ("stream", "logprobs", "return_token_ids")
 READ = ("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "seed")
+# names of the limit of an answer in the three APIs, the first that is set counts
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of thoughts in templates
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS)
 # keys of a message that no template reads -> the expected one
@@ -68,27 +71,46 @@ class ChatRequest:
 
 def read_request(body: Any) -> ChatRequest:
     """Read a request's JSON. Raises ApiError."""
+    parameters = read_parameters(body, NEUTRAL, (*UNREAD, *SAMPLED, *SWITCHES, *READ, "stream_options"))
+    messages = parameters.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise ApiError(f"messages={messages!r:.80}: expected a list of messages", "messages")
+    return chat_request(parameters, [read_message(each, f"messages[{i}]") for i, each in enumerate(messages)])
+
+
+def read_parameters(body: Any, neutral: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of a request that are set: those of `neutral` with this value, and any of `names`. Raises
+    ApiError."""
     if not isinstance(body, dict):
         raise ApiError(f"the request: expected a JSON object, found {body!r:.80}")
     parameters = {name: value for name, value in body.items() if value is not None}
     for name, value in parameters.items():
-        if name in NEUTRAL and value != NEUTRAL[name]:
-            raise unsupported(name, f"{json.dumps(NEUTRAL[name])}, or none", value)
-        if name not in (*NEUTRAL, *UNREAD, *SAMPLED, *SWITCHES, *READ, "stream_options"):
+        if name in neutral and value != neutral[name]:
+            raise unsupported(name, f"{json.dumps(neutral[name])}, or none", value)
+        if name not in neutral and name not in names:
             raise unsupported(name, "a request without it", value)
+    return parameters
+
+
+def chat_request(parameters: dict[str, Any], messages: list[dict[str, Any]]) -> ChatRequest:
+    """Return the request of these parameters, by OpenAI's names, and of messages of `read_message`. Raises ApiError."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in names:  # some templates show it
+            message.setdefault("name", names[message["tool_call_id"]])
     for name in SWITCHES:
         read_kind(parameters, name, bool, "true or false")
     choice = parameters.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise unsupported("tool_choice", "auto or none", choice)
-    limits = [_count(parameters, name) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [_count(parameters, name) for name in TOKEN_LIMITS]
     options = read_kind(parameters, "stream_options", dict, "an object") or {}
     return ChatRequest(
         read_kind(parameters, "model", str, "the name of a model", needed=True),
-        _messages(parameters.get("messages")),
+        messages,
         _tools(parameters.get("tools", [])),
         choice == "auto",
-        limits[0] or limits[1],
+        next(filter(None, limits), None),
         read_stop(parameters),
         read_kind(parameters, "seed", int, "an integer"),
         {name: read_number(parameters, name) for name in SAMPLED if name in parameters},
@@ -154,18 +176,8 @@ def read_number(parameters: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise ApiError(f"messages={value!r:.80}: expected a list of messages", "messages")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
-    for message in messages:
-        if message["role"] == "tool" and message.get("tool_call_id") in names:  # some templates show it
-            message.setdefault("name", names[message["tool_call_id"]])
-    return messages
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def read_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message as templates read it. Raises ApiError."""
     fields = {name: message[name] for name in MESSAGE if message.get(name) is not None}
     if fields.get("role") not in ("system", "developer", "user", "assistant", "tool"):
         expected = "system, developer, user, assistant or tool"
@@ -183,7 +195,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         calls = fields["tool_calls"]
         if not isinstance(calls, list):
             raise ApiError(f"{where}.tool_calls={calls!r:.80}: expected a list", f"{where}.tool_calls")
-        fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        fields["tool_calls"] = [read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         if not calls:
             del fields["tool_calls"]
     return fields
@@ -202,7 +214,7 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def read_call(call: Any, where: str) -> dict[str, Any]:
     """Return a call with its arguments, which OpenAI sends as JSON text, as templates read them."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -238,11 +250,14 @@ class Reply:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     pieces: Sequence[str]  # the text of each token
+    stop: str | None = None  # the request's stop string that ended it
 
     def body(self, request: ChatRequest, name: str) -> dict[str, Any]:
         """Return the body of the HTTP answer, without its time."""
         choice: dict[str, Any] = {"index": 0, "message": self._message(), "finish_reason": self.reason}
         choice["logprobs"] = {"content": self._logprobs()} if request.logprobs else None
+        if self.stop is not None:
+            choice["stop_reason"] = self.stop  # vLLM's name
         sizes = len(self.prompt), len(self.tokens)
         usage = {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)}
         body = {"id": name, "object": "chat.completion", "model": request.model, "choices": [choice], "usage": usage}

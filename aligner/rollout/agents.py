@@ -1,4 +1,4 @@
-"""Trajectories of agents: the requests to the model come from a program, over OpenAI's chat API, one by one.
+"""Trajectories of agents: the requests to the model come from a program, over HTTP, one by one.
 
 A request is a turn. Its messages are compared with the earlier prompts and answers: an answer that the agent repeats
 stands for the engine's own tokens.
@@ -69,6 +69,7 @@ class ParsedAnswer:
     beside: str  # the calls
     calls: list[Call]
     reason: str
+    stop: str | None = None  # the request's stop string that ended it
 
 
 def parse_answer(
@@ -81,15 +82,16 @@ def parse_answer(
         ended = lambda n: any(stop in decoded(kept[:n]) for stop in request.stop)  # noqa: E731
         kept = kept[: 1 + bisect_left(range(1, len(kept) + 1), True, key=ended)]
     text, whole = decoded(kept), len(kept) == len(tokens)
-    places = [start for stop in request.stop if (start := text.find(stop)) >= 0]
+    places = [(start, stop) for stop in request.stop if (start := text.find(stop)) >= 0]
+    start, stop_string = min(places, default=(0, None))
     if places:
-        text = text[: min(places)]
+        text = text[:start]
     elif kept[-1] in ends:
         text = decoded(kept[:-1])
     stopped = bool(places) or (stopped and whole)
     beside, calls = dialogue.read(text) if stopped and request.calls else (text, [])
     reason = "tool_calls" if any(call.name for call in calls) else "stop" if stopped else "length"
-    return ParsedAnswer(kept, text, beside, calls, reason)
+    return ParsedAnswer(kept, text, beside, calls, reason, stop_string)
 
 
 def message_of(answer: ParsedAnswer, first: int = 0) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class AgentGenerator(TrajectoryGenerator):
         state.told.append(message)
         state.echoes[_key(message)] = state.messages[-1]
         pieces = [self.tokenizer.decode([token]) for token in answer.tokens]
-        reply = Reply(message, answer.reason, state.next_prompt.tokens, answer.tokens, logprobs, pieces)
+        reply = Reply(message, answer.reason, state.next_prompt.tokens, answer.tokens, logprobs, pieces, answer.stop)
         body = reply.body(request, f"chatcmpl-{state.session.key}-{len(state.turns)}")
         state.asked = self.pool.ask(state.session, "turn", body=body)
 

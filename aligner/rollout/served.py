@@ -132,7 +132,7 @@ class Served:
         pieces = [self.tokenizer.decode([token]) for token in answer.tokens]
         shown_logprobs = logprobs[: len(answer.tokens)]
         message = message_of(answer, number * 100 % 100_000)  # ids of calls are not those of the answer before
-        reply = Reply(message, answer.reason, tokens, answer.tokens, shown_logprobs, pieces)
+        reply = Reply(message, answer.reason, tokens, answer.tokens, shown_logprobs, pieces, answer.stop)
         return reply.body(request, name)
 
     def _prompt(self, request: ChatRequest) -> tuple[Dialogue, tuple[int, ...]]:

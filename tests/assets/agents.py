@@ -153,6 +153,7 @@ if __name__ == "__main__":  # as a command line
         messages=inputs["task"]["messages"], **inputs["sampling"]
     )
     print("what it prints before is no result")
-    print(json.dumps({"reward": len(reply.choices[0].message.content), "pid": os.getpid()}))
+    result = {"reward": len(reply.choices[0].message.content), "pid": os.getpid()}
+    print(json.dumps(result | {"also": os.environ["ANTHROPIC_BASE_URL"]}))
     if "fail" in sys.argv:
         sys.exit(3)

@@ -255,7 +255,7 @@ def test_a_command_line_is_an_agent_and_leaves_no_process(pool):
     talking = pool(f"python {FILE}")
     session, event = begin(talking)
     answer = reply(talking, session, event, "four")["value"]
-    assert answer["end"] == 4.0
+    assert answer["end"] == 4.0 and answer["value"]["also"].count("/") == 3  # Anthropic's client adds /v1
     with pytest.raises(ProcessLookupError):
         os.kill(answer["value"]["pid"], 0)
     broken = pool(f"python {FILE} fail", step=2, retries=0)
