@@ -86,8 +86,6 @@ engine.lag => checkpoint.rollouts =true | with {engine.lag=}: a checkpoint names
 engine.lag !algorithm.ratio_to_engine !mismatch.methods~$WEIGHING => mismatch.correction
     | auto or one with a weight with {engine.lag=} ($WEIGHING): samples are of older weights
 engine.window !engine.can.windows => engine.name | {able.windows} with {engine.window=}: it counts decode steps
-engine.window => environment.agent =
-    | with {engine.window=}: an agent's program cannot resume where it paused
 engine.window environment.on => engine.tensor_parallel =1
     | with {engine.window=} and {environment.key}: turns are taken between decode steps, not in rounds
 """,

@@ -323,7 +323,6 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
     tensor = tensor or e.tensor_parallel
     size = 4 if e.dtype == "float32" else 2 if e.dtype == "bfloat16" else element
     RuleContext(cfg).check("factors")
-    in_turns = not cfg.environment.agent and tensor == 1
     if (e.ranks or gpus) % tensor:
         raise ConfigError("engine.tensor_parallel", tensor, f"a divisor of the {e.ranks or gpus} GPUs that generate")
     planned = Engine(
@@ -344,7 +343,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         page=e.page_tokens,
         drafts=e.draft_tokens,
         ahead=e.reads_ahead,
-        pauses=e.can.windows and (not cfg.environment.on or in_turns),
+        pauses=e.can.windows and (not cfg.environment.on or tensor == 1),
     )
     return replace(planned, **entry_of(e.name).planned)
 

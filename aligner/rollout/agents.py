@@ -35,18 +35,15 @@ BUDGETS = {
 @dataclass(eq=False)
 class AgentSampleState(SampleState):
     cut: bool = False  # the last answer reached the token limit
-    request: ChatRequest | None = None  # to be answered next
-    dialogue: Dialogue | None = None  # with the tools of `request`; None where the template does not render them
+    request: dict[str, Any] = field(default_factory=dict)  # to be answered next, a `ChatRequest` without its messages
     echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # message to the agent -> message for templates
+
+    STORED: ClassVar[tuple[str, ...]] = (*SampleState.STORED, "cut", "request", "echoes")
 
     def end(self) -> None:
         """End the trajectory as `SampleState.end` does."""
         super().end()
-        self.echoes, self.request = {}, None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the dialogue: it has the tokenizer, which is not for another process."""
-        return super().__getstate__() | {"dialogue": None}
+        self.echoes, self.request = {}, {}
 
 
 class Dialogues:
@@ -121,7 +118,8 @@ class AgentGenerator(TrajectoryGenerator):
         messages, what = self._taken(state, value), "environment.agent: a first request has a prompt"
         if not self._opens(state, messages, what):
             return
-        if (next_prompt := state.dialogue and state.dialogue.try_begin(messages)) is None:
+        dialogue = self._rendered(state.request)
+        if (next_prompt := dialogue and dialogue.try_begin(messages)) is None:
             self._end(state, Stop.TEMPLATE)
         else:
             self._open(state, messages, next_prompt, what)
@@ -133,24 +131,28 @@ class AgentGenerator(TrajectoryGenerator):
         before, state.messages = state.messages, self._taken(state, value)
         same = [one == other for one, other in zip(before, state.messages, strict=False)]
         state.told += state.messages[same.index(False) if False in same else len(same) :]
-        if state.dialogue is None:
+        if (dialogue := self._rendered(state.request)) is None:
             self._end(state, Stop.TEMPLATE)
         else:
-            self._continue(state, state.dialogue, sampling)
+            self._continue(state, dialogue, sampling)
 
     def _taken(self, state: AgentSampleState, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a request; the model's own are those of its tokens."""
-        state.request = ChatRequest(**value["request"])
+        state.request = value["request"] | {"messages": []}
         state.late += value["late"]
+        return [state.echoes.get(_key(message), message) for message in value["request"]["messages"]]
+
+    def _rendered(self, request: dict[str, Any]) -> Dialogue | None:
+        """Return the dialogue with a request's tools; None where the template does not render them."""
         try:
-            state.dialogue = self.dialogues.of(state.request.tools)
+            return self.dialogues.of(request["tools"])
         except ConfigError:
-            state.dialogue = None
-        return [state.echoes.get(_key(message), message) for message in state.request.messages]
+            return None
 
     def _answered(self, state: AgentSampleState, tokens: list[int], logprobs: list[float], stopped: bool) -> None:
-        request, dialogue = state.request, state.dialogue
-        assert request is not None and dialogue is not None
+        request, dialogue = ChatRequest(**state.request), self.dialogues.of(state.request["tools"])
+        earlier = state.begun.logprobs if state.begun else ()  # of tokens from before this window
+        logprobs, state.begun = [*earlier, *logprobs[len(earlier) :]], None
         answer = parse_answer(dialogue, request, tokens, stopped, set(self.sampling.stop_token_ids))
         state.cut = not stopped and len(answer.tokens) == len(tokens)
         logprobs = logprobs[: len(answer.tokens)]

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class SampleState:
     rollout: int = 0  # of its request
     waits: int = 0  # of a paused sample, its number among those that wait for tools, from 1; 0: it does not wait
     ended: int = 0  # the number of the order in which it ended; 0: it has not, or orders are not counted
+
+    STORED: ClassVar[tuple[str, ...]] = (  # of trajectories, as JSON (`rollout/store.py`)
+        *("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits", "late"),
+    )
 
     @property
     def open(self) -> bool:

@@ -45,8 +45,6 @@ COLUMNS = {"given": "i", "output": "i", "logprobs": "f", "full": "f", "versions"
 OTHERS = "other groups"  # why stored samples are not read, without a report
 JSON, ROUTING = "samples", "routing"  # tensors beside the columns: uint8, and that of all turns, end to end
 OPENED = ("tokens", "text", "messages")  # of a prompt; an environment's reset may change these
-# of trajectories
-STATE = ("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits", "late")
 
 
 @dataclass
@@ -309,7 +307,7 @@ def _rest(state: SampleState, columns: dict[str, array], routing: list[Tensor]) 
         rest["routed"] = [0 if turn.routing is None else len(turn.routing) for turn in turns]
     if state.session is None:
         return rest
-    rest |= {name: getattr(state, name) for name in STATE}
+    rest |= {name: getattr(state, name) for name in state.STORED}
     rest |= {"prompt": {name: getattr(state.prompt, name) for name in OPENED}, "given": state.next_prompt.text}
     return rest | {"calls": [asdict(call) for call in state.calls], "asked": state.session.asked}
 
@@ -339,7 +337,7 @@ def _read_sample(state: SampleState, rest: dict[str, Any], reader: _Reader) -> S
     calls = [Call(**call) for call in rest["calls"]]
     # without the environment of what began here, which another pool may hold
     session = replace(state.session, asked=rest["asked"], worker=None, process=None, name="")
-    stored = {name: rest[name] for name in STATE if name in rest}
+    stored = {name: rest[name] for name in state.STORED if name in rest}
     return replace(began, calls=calls, session=session, **stored)
 
 

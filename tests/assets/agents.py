@@ -1,6 +1,7 @@
 """Agents of the tests: programs that speak OpenAI's chat API."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pathlib
@@ -69,6 +70,24 @@ def seeded(task, base_url, sampling):
         if not message.tool_calls:
             break
     return chance.random()
+
+
+async def late(task, base_url, sampling, most_s=0.0):
+    """What the environment Late is, until it is refused. Its result is the sum of the logprobs that it was sent."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+    chance, messages, total = random.Random(task.seed), list(task.messages), 0.0
+    with contextlib.suppress(openai.BadRequestError):
+        while True:
+            asked = {"messages": messages, "tools": [ROLL], "logprobs": True}
+            (choice,) = (await client.chat.completions.create(**asked, **sampling)).choices
+            total += sum(token.logprob for token in choice.logprobs.content)
+            messages.append(choice.message.model_dump(exclude_none=True))
+            if not choice.message.tool_calls:
+                break
+            await asyncio.sleep(random.SystemRandom().uniform(0, most_s))
+            for call in choice.message.tool_calls:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(chance.randint(1, 6))})
+    return total
 
 
 def asks(task, base_url, sampling):

@@ -52,7 +52,6 @@ grpo@2 ; mismatch.expect=zero ; parallel.context=2 => parallel.context
 grpo@2 ; mismatch.expect=zero ; parallel.expert=2 ; model={family: mixtral, moe: {num_experts: 4}} => parallel.expert
 grpo@2 ; mismatch.expect=zero ; engine.tensor_parallel=2 => engine.tensor_parallel
 sft@2 ; engine.lag=1 => engine.lag
-grpo@2 ; engine.ranks=1 ; engine.lag=1 ; engine.window=8 ; environment.agent=a:b => environment.agent
 grpo@3 ; engine.ranks=2 ; engine.tensor_parallel=2 ; engine.lag=1 ; engine.window=8 ; environment.tools=[a:b]
     => engine.tensor_parallel
 grpo@2 ; engine.ranks=1 ; engine.window=8 => engine.window

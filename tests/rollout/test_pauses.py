@@ -1,7 +1,6 @@
 """Trajectories that pause (`engine.window`): against a clock that is played in plain Python, a token of a sample at a
 time, whenever tools answer and whoever goes on."""
 
-import pickle
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,16 +21,19 @@ from aligner.environments.tools import load_tools, schemas
 from aligner.errors import ConfigError
 from aligner.ops.seeds import derive
 from aligner.rollout.requests import Request
-from aligner.rollout.trajectory_generator import TrajectoryContext, TrajectoryGenerator, TurnAdmission
+from aligner.rollout.store import InFlight, Store
+from aligner.rollout.trajectory_generator import TrajectoryContext, TurnAdmission, generator_class
 from aligner.types import Prompt, SamplingParams
 from examples.calculator import TEMPLATE
 from tests.engines.contract import LLAMA, fill, reference
+from tests.stages import ROLL
 
 WINDOW, TURNS, LIMIT = 5, 4, 16
 STOPS = tuple(range(0, 261, 17))
 SAMPLING = SamplingParams(LIMIT, stop_token_ids=STOPS)
-CFG = EnvironmentConfig(path="tests/assets/environments.py:Late", args={"most_s": 0.03}, max_turns=TURNS)
-CFG.workers, CFG.max_tokens = 1, 2000
+SETTINGS = {"args": {"most_s": 0.03}, "max_turns": TURNS, "max_tokens": 2000, "workers": 1}
+CFG = EnvironmentConfig(path="tests/assets/environments.py:Late", **SETTINGS)
+AGENT = EnvironmentConfig(agent="tests/assets/agents.py:late", **SETTINGS)
 
 
 def read_calls(text, kind, tools=()):
@@ -58,8 +60,8 @@ class Talk:
 
 
 class Slow:
-    def __init__(self, engine, dialogue, talks):
-        self.engine, self.dialogue, self.talks, self.waiting = engine, dialogue, talks, []
+    def __init__(self, engine, dialogue, talks, agents):
+        self.engine, self.dialogue, self.talks, self.waiting, self.agents = engine, dialogue, talks, [], agents
 
     def window(self, number):
         free = [talk for talk in self.talks if not talk.ended and talk not in self.waiting]
@@ -96,12 +98,15 @@ class Slow:
         text = self.dialogue.decode(tokens[:-1] if stopped else tokens)
         talk.calls = read_calls(text, "")[1] if stopped else []
         talk.messages.append(self.dialogue.answer_message(text, text, talk.calls))
-        if talk.calls:
+        if talk.calls or self.agents:
             self.waiting.append(talk)
         else:
             talk.ended = window
 
     def hear(self, talk, window):
+        if not talk.calls:  # so its agent ends
+            talk.ended = window
+            return
         reported = str(talk.dice.randint(1, 6))
         talk.messages.append(self.dialogue.result(talk.calls[0], 0, reported))
         if len(talk.turns) == TURNS:
@@ -110,10 +115,10 @@ class Slow:
             talk.next_prompt = self.dialogue.follow(talk.next_prompt, talk.turns[-1][1], talk.messages)
 
 
-def talkers(folder, *texts):
+def talkers(folder, *texts, tools=None):
     """A tokenizer, the dialogue of its template, and a group of three for each text."""
     tokenizer = train_tokenizer([], str(folder / "tokenizer"), 261, chat_template=TEMPLATE)
-    dialogue = Dialogue(tokenizer, schemas(load_tools(CFG)))
+    dialogue = Dialogue(tokenizer, tools or schemas(load_tools(CFG)))
     messages = [({"role": "user", "content": text},) for text in texts]
     prompts = [Prompt(i, dialogue.begin(list(m)).tokens, "", {}, m) for i, m in enumerate(messages)]
     return (
@@ -125,7 +130,8 @@ def talkers(folder, *texts):
 
 def trajectory_generator(engine, tokenizer, peers, outside):
     settings = {"window": WINDOW, "outside": outside, "pace": TurnAdmission.COUNTS}
-    return TrajectoryGenerator(engine, tokenizer, SAMPLING, peers, **settings)
+    made = generator_class(outside.cfg, lambda tools: Dialogue(tokenizer, tools))
+    return made(engine, tokenizer, SAMPLING, peers, **settings)
 
 
 def engine_of(window, **settings):
@@ -135,20 +141,31 @@ def engine_of(window, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restart", [0, 3])
-def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart):
-    """After the window `restart` another process goes on, whose environments are made anew."""
+@pytest.mark.parametrize(
+    "cfg, event",
+    [(CFG, ""), (CFG, "restart"), (AGENT, "restart"), (AGENT, "killed")],
+    ids=["environment", "environment-restart", "agent-restart", "agent-killed"],
+)
+def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, cfg, event):
+    """After the third window another process goes on with what is stored, whose environments are made anew; or that of
+    the environments is killed."""
+    if cfg.agent:
+        pytest.importorskip("uvicorn")
+        pytest.importorskip("openai")
     monkeypatch.setattr("aligner.data.dialogue.read_calls", read_calls)
-    tokenizer, dialogue, requests = talkers(tmp_path, "one", "another")
+    tokenizer, dialogue, requests = talkers(tmp_path, "one", "another", tools=[ROLL] if cfg.agent else None)
     engine, single = engine_of(WINDOW), engine_of(1)
     engine.keeps_rows = False  # which are read in an order of their own
 
     def generator():
-        pool = Pool(CFG, dialogue.tools, AnswerLog(tmp_path / "run", 0))
-        return trajectory_generator(engine, tokenizer, world, TrajectoryContext(pool, dialogue, CFG, 500, True))
+        pool = Pool(cfg, [] if cfg.agent else dialogue.tools, AnswerLog(tmp_path / "run", 0))
+        return trajectory_generator(engine, tokenizer, world, TrajectoryContext(pool, dialogue, cfg, 500, True))
 
-    source = generator()
-    states = [state for request in requests for state in source.fresh(request, request.slot)]
+    def fresh(source):
+        return [state for request in requests for state in source.fresh(request, request.slot)]
+
+    source, store = generator(), Store(tmp_path / "stored", "", None, shared=True)
+    states = fresh(source)
     talks = [
         Talk(
             state.group,
@@ -160,20 +177,25 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
         )
         for state in states
     ]
-    slow, paused, waited, window = Slow(single, dialogue, talks), 0, 0, 0
+    slow, paused, waited, window = Slow(single, dialogue, talks, bool(cfg.agent)), 0, 0, 0
     while any(state.open for state in states):
         window += 1
         model = reference(engine.model.cfg, window)  # another for each version
         for one in (engine, single):
             fill(one, model, window)
         (actual,) = source.serve([[state for state in states if state.open]])
-        if window == restart:
-            assert any(state.begun for state in actual) and any(state.waits and state.turns for state in actual)
-            source = generator()
-            actual = pickle.loads(pickle.dumps(actual))
-        slow.window(window)
         by_key = {(state.group, state.index): state for state in actual}
         states = [by_key.get((state.group, state.index), state) for state in states]
+        if window == 3 and event:
+            assert any(state.begun for state in actual) and any(state.waits and state.turns for state in actual)
+        if window == 3 and event == "restart":
+            source = generator()
+            store.write(window, 0, InFlight(3, [0, 1], states))
+            states = store.read(window, 0, InFlight(3, [0, 1], fresh(source))).states
+        elif window == 3 and event == "killed":
+            for process in {state.session.process for state in states if state.open}:
+                process.kill()
+        slow.window(window)
         for state, talk in zip(states, talks, strict=True):
             made = [*state.turns, *([state.begun] if state.begun else [])]
             assert [[tuple(t.prompt), list(t.output), list(t.versions)] for t in made] == [
@@ -184,6 +206,8 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, restart
             assert state.open == (not talk.ended)
             assert state.waits == (slow.waiting.index(talk) + 1 if talk in slow.waiting else 0)
             paused, waited = paused + bool(state.begun), waited + bool(state.waits)
+            if cfg.agent and talk.ended:  # it was sent the logprobs of all windows
+                assert state.score == pytest.approx(sum(sum(logprobs) for *_, logprobs, _ in talk.turns), abs=1e-3)
     assert paused > 3 and waited > 3 and window > 3 and max(len(talk.turns) for talk in talks) == TURNS
 
 
