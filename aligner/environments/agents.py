@@ -5,14 +5,17 @@ a command line: {"task", "sampling"} on standard input, OPENAI_BASE_URL, ANTHROP
 output is the result
 
 To the trainer an agent is an environment. `reset` starts it, `turn` answers its request; both return its next action:
-{"request", "late"} or {"end"}. `score` refuses its further requests, and returns its final result.
+{"request", "late", "digest"} or {"end"}. Between them the agent waits for its reply, as long as the engine takes: no
+question is open then, so no time limit counts. `score` refuses its further requests, and returns its final result.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -28,12 +31,27 @@ from aligner.errors import EnvironmentCodeError
 from aligner.foreign import parse_json
 from aligner.processes import guarded
 
+KEPT = 16  # of an agent's requests with a reply, whose clients may repeat them
+ORDER_S = 1.0  # for requests of a restarted agent that come in another order
+
 
 @dataclass(frozen=True)
 class Task:
     messages: list[dict[str, Any]]  # the row's prompt
     row: dict[str, Any]  # its other columns
     seed: int  # the same for a whole group
+
+
+@dataclass(eq=False)
+class SentRequest:
+    request: ChatRequest
+    late: bool  # it came before the previous one was answered
+    reply: asyncio.Future
+    repeated: int = 0  # by its client, which gave up waiting
+
+    def __post_init__(self) -> None:
+        asked = json.dumps([self.request.messages, self.request.tools])
+        self.digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -43,10 +61,14 @@ class RunningAgent:
     secret: str
     program: asyncio.Task[Any]
     sampling: dict[str, Any]
-    requests: asyncio.Queue[tuple[ChatRequest, bool, asyncio.Future]] = field(default_factory=asyncio.Queue)
-    reply: asyncio.Future | None = None  # to the request that the engine answers now
+    sent: list[SentRequest] = field(default_factory=list)  # in order of arrival: those without a reply, and some others
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
     refusal: ApiError | None = None
-    last: tuple[ChatRequest, asyncio.Future] | None = None  # the last request, and its reply
+
+    @property
+    def open(self) -> list[SentRequest]:
+        """The requests without a reply. The engine answers the first one, in this call or in a later window."""
+        return [one for one in self.sent if not one.reply.done()]
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         """Return the answer to a request; requests are answered in order of arrival.
@@ -55,43 +77,54 @@ class RunningAgent:
         """
         check_model(request.model, MODEL)
         check_sampling(request, self.sampling)
-        if request.again and self.last is not None and self.last[0] == request:
-            return await self.last[1]
+        if request.again and (earlier := self._repeated(request)) is not None:
+            return await asyncio.shield(earlier.reply)
         if self.refusal is not None:
             raise self.refusal
-        late = self.reply is not None or not self.requests.empty()
-        reply = asyncio.get_running_loop().create_future()
-        self.last = request, reply
-        self.requests.put_nowait((request, late, reply))
-        return await reply
+        reply, answered = asyncio.get_running_loop().create_future(), [one for one in self.sent if one.reply.done()]
+        self.sent = [*answered[-KEPT:], *self.open, SentRequest(request, bool(self.open), reply)]
+        self.arrived.set()
+        return await asyncio.shield(reply)
+
+    def _repeated(self, request: ChatRequest) -> SentRequest | None:
+        """Return the earlier request that this one repeats: of equal ones the last without a reply that was repeated
+        least."""
+        equal = [one for one in reversed(self.sent) if one.request == request]
+        earlier = min(equal, key=lambda one: (one.reply.done(), one.repeated), default=None)
+        if earlier is not None:
+            earlier.repeated += 1
+        return earlier
 
     async def next(self) -> dict[str, Any]:
         """Return the agent's next request or its end. Raises the program's exceptions."""
-        arrival = asyncio.create_task(self.requests.get())
-        try:
-            await asyncio.wait((arrival, self.program), return_when=asyncio.FIRST_COMPLETED)
-            if self.program.done():
-                return {"end": reward_of(self.program.result()), "value": self.program.result()}
-            request, late, self.reply = arrival.result()
-            return {"request": asdict(request), "late": late}
-        finally:
-            arrival.cancel()
+        while not self.open and not self.program.done():
+            self.arrived.clear()
+            arrival = asyncio.create_task(self.arrived.wait())
+            try:
+                await asyncio.wait((arrival, self.program), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                arrival.cancel()
+        if self.program.done():
+            return {"end": reward_of(self.program.result()), "value": self.program.result()}
+        first = self.open[0]
+        return {"request": asdict(first.request), "late": first.late, "digest": first.digest}
 
-    def answer(self, body: dict[str, Any]) -> None:
-        assert self.reply is not None, "the agent has no open request"
-        if not self.reply.done():
-            self.reply.set_result(body)
-        self.reply = None
+    async def answer(self, digest: str, body: dict[str, Any]) -> None:
+        """Answer the request with this digest. A restarted agent may send its requests in another order: wait for it
+        a moment. If it does not come, the agent asks something else now: answer its first request."""
+        until = time.monotonic() + ORDER_S
+        while not (same := [one for one in self.open if one.digest == digest]):
+            if self.program.done() or time.monotonic() > until:
+                break
+            await asyncio.sleep(0.01)
+        assert self.open, "the agent has no open request"
+        (same or self.open)[0].reply.set_result(body)
 
     def refuse(self, error: ApiError) -> None:
         """Refuse the agent's open requests and all later ones."""
         self.refusal = error
-        waiting = [] if self.reply is None else [self.reply]
-        while not self.requests.empty():
-            waiting.append(self.requests.get_nowait()[2])
-        for reply in waiting:
-            if not reply.done():
-                reply.set_exception(error)
+        for one in self.open:
+            one.reply.set_exception(error)
 
 
 class Agents(ToolWorker):
@@ -119,7 +152,7 @@ class Agents(ToolWorker):
 
     async def _turn(self, request: dict[str, Any]) -> dict[str, Any]:
         talk = self.objects[request["key"]]
-        talk.answer(request["body"])
+        await talk.answer(request["digest"], request["body"])
         return await talk.next()
 
     async def _score(self, request: dict[str, Any]) -> float | None:

@@ -36,9 +36,10 @@ BUDGETS = {
 class AgentSampleState(SampleState):
     cut: bool = False  # the last answer reached the token limit
     request: dict[str, Any] = field(default_factory=dict)  # to be answered next, a `ChatRequest` without its messages
+    digest: str = ""  # of the whole request
     echoes: dict[str, dict[str, Any]] = field(default_factory=dict)  # message to the agent -> message for templates
 
-    STORED: ClassVar[tuple[str, ...]] = (*SampleState.STORED, "cut", "request", "echoes")
+    STORED: ClassVar[tuple[str, ...]] = (*SampleState.STORED, "cut", "request", "digest", "echoes")
 
     def end(self) -> None:
         """End the trajectory as `SampleState.end` does."""
@@ -139,7 +140,7 @@ class AgentGenerator(TrajectoryGenerator):
     def _taken(self, state: AgentSampleState, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a request; the model's own are those of its tokens."""
         state.request = value["request"] | {"messages": []}
-        state.late += value["late"]
+        state.digest, state.late = value["digest"], state.late + value["late"]
         return [state.echoes.get(_key(message), message) for message in value["request"]["messages"]]
 
     def _rendered(self, request: dict[str, Any]) -> Dialogue | None:
@@ -166,7 +167,7 @@ class AgentGenerator(TrajectoryGenerator):
         pieces = [self.tokenizer.decode([token]) for token in answer.tokens]
         reply = Reply(message, answer.reason, state.next_prompt.tokens, answer.tokens, logprobs, pieces, answer.stop)
         body = reply.body(request, f"chatcmpl-{state.session.key}-{len(state.turns)}")
-        state.asked = self.pool.ask(state.session, "turn", body=body)
+        state.asked = self.pool.ask(state.session, "turn", digest=state.digest, body=body)
 
     def _end(self, state: AgentSampleState, stop: Stop) -> None:
         """End the trajectory by a budget: the agent may still return a result."""

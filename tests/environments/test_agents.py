@@ -54,7 +54,8 @@ def reply(pool, session, event, text="hi", reason="stop", **settings):
     """What the agent does when it is answered so."""
     request = ChatRequest(**event["value"]["request"])
     answer = Reply({"role": "assistant", "content": text} | settings, reason, [1, 2], [3, 4], [-0.5, -1.5], ["h", "i"])
-    return pool.ask(session, "turn", body=answer.body(request, "chatcmpl-1")).result(300)
+    body = answer.body(request, "chatcmpl-1")
+    return pool.ask(session, "turn", digest=event["value"]["digest"], body=body).result(300)
 
 
 def outcome(requests, pool):
@@ -224,12 +225,13 @@ def test_a_request_that_comes_while_another_waits_is_late():
         late, waiting = [], []
         for asked in ("ab", "c", "", "d"):
             if late:
-                talk.answer({})
+                await talk.answer(event["digest"], {})
             for text in asked:
                 request = ChatRequest(MODEL, [{"role": "user", "content": text}])
                 waiting.append(asyncio.create_task(talk.ask(request)))
             await asyncio.sleep(0)  # they ask
-            late.append((await talk.next())["late"])
+            event = await talk.next()
+            late.append(event["late"])
         for task in (talk.program, *waiting):
             task.cancel()
         return late
