@@ -105,6 +105,11 @@ ROUTED = ["model.init=random", "model.family=glm4_moe", "model.tie_embeddings=fa
 ROUTED += ["model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 20, shared_ffn_hidden_size: 20, dense_layers: [0]}"]
 ROUTED += ["mismatch.replay_routing=true", "model.mtp.layers=1", "batch.share_prompts=false", "engine.draft_tokens=2"]
 LAYOUTS["lag-windows-routing"] = (2, [*LAYOUTS["lag-windows"][1], *ROUTED])
+AGENT = "lag-windows-agent"  # of stage `turns`: requests of agents are held where a window ends
+LAYOUTS[AGENT] = (
+    2,
+    [*LAYOUTS["lag-windows"][1], "environment.path=''", "environment.agent=tests/assets/agents.py:dice"],
+)
 ASYNC = [name for name in LAYOUTS if name.startswith("lag")]
 COMMON = [f"run.steps={TOTAL}", "checkpoint.every=2", "run.eval_every=3", "logging.progress=false"]
 COMMON += ["optim.schedule=cosine", "optim.warmup_steps=2", "batch.micro_batch_samples=4"]
@@ -468,6 +473,7 @@ class Soak:
     def _layout(self, stage: str) -> str:
         special = (VLLM,) if stage == "turns" else ("lag", "pages", VLLM)
         able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(special)]
+        able = [name for name in able if stage == "turns" or name != AGENT]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
         return self.random.choices(able, weights)[0]
 

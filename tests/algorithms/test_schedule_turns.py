@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 ASSETS = "environment.path=tests/assets/environments.py"
 MODES = {"lag": ["engine.ranks=1", "engine.lag=1"], "windows": ["engine.ranks=1", "engine.lag=1", "engine.window=4"]}
-TOOLS = {"lag": "Clock", "windows": "Late"}
+AGENT = ["environment.path=''", "environment.agent=tests/assets/agents.py:dice"]
+TOOLS = {mode: [f"{ASSETS}:{name}"] for mode, name in (("lag", "Clock"), ("windows", "Late"))}
+TOOLS["agents"] = [AGENT[0], "environment.agent=tests/assets/agents.py:late"]
+WHO = {**MODES, "agents": MODES["windows"]}
 STEPS = 4
 SAMPLES = ("reward/", "response/", "stop/", "environment/")
 SAME = (*SAMPLES, "eval/", "advantage/", "policy/", "mismatch/", "loss")
@@ -34,7 +37,7 @@ def settings(data, run, *overrides):
 
 def timed(data, mode, most_s):
     """Tools that answer the same, so late at most."""
-    late = [f"{ASSETS}:{TOOLS[mode]}", f"+environment.args.most_s={most_s}"]
+    late = [*TOOLS[mode], f"+environment.args.most_s={most_s}"]
     return [*late, f"data.eval={data / 'train.jsonl'}", "run.eval_every=2"]
 
 
@@ -46,24 +49,27 @@ def late(ranks, talker, tmp_path_factory):
     def get(mode):
         if mode not in made:
             made[mode] = tmp_path_factory.mktemp(mode) / "run"
-            arguments = settings(talker, made[mode], *MODES[mode], *timed(talker, mode, 0.2))
+            arguments = settings(talker, made[mode], *WHO[mode], *timed(talker, mode, 0.2))
             _, engine = ranks.run(jobs.played, world=2, arguments=arguments)
-            assert mode == "windows" or engine.generated == STEPS + 3 * 3  # an evaluation goes in rounds
+            assert mode != "lag" or engine.generated == STEPS + 3 * 3  # an evaluation goes in rounds
         return made[mode]
 
     return get
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", WHO)
 def test_trajectories_do_not_hang_on_when_tools_answer(ranks, talker, tmp_path, late, mode):
     """Bit by bit those of a run whose tools answer at once: with a lag alone one that takes turns, and generates with
-    copies of earlier weights."""
+    copies of earlier weights. Agents' requests are held over the updates."""
+    if mode == "agents":
+        pytest.importorskip("uvicorn")
+        pytest.importorskip("openai")
     run, overrides = tmp_path / "run", timed(talker, mode, 0)
     if mode == "lag":
         arguments = settings(talker, run, *overrides, "mismatch.correction=tis_token")
         ranks.run(taking_turns, arguments=arguments, lag=1, window=0)
     else:
-        ranks.run(jobs.played, world=2, arguments=settings(talker, run, *MODES[mode], *overrides))
+        ranks.run(jobs.played, world=2, arguments=settings(talker, run, *WHO[mode], *overrides))
     one, two = stages.records(late(mode)), stages.records(run)
     here, there = ([{n: v for n, v in r.items() if n.startswith(SAME)} for r in records] for records in (one, two))
     assert here == there and "mismatch/weight_mean" in here[-1]
@@ -87,12 +93,13 @@ def test_other_layouts_make_the_same_trajectories(ranks, talker, tmp_path, late,
             assert here[name] == pytest.approx(there[name], abs=1e-6), name
 
 
-AGENT = ["environment.path=''", "environment.agent=tests/assets/agents.py:dice"]
 TWO = ["engine.ranks=2", "batch.micro_batch_samples=4"]
 
 
 @pytest.mark.parametrize(
-    "mode, world, overrides", [("lag", 2, []), ("lag", 2, AGENT), ("windows", 4, TWO)], ids=["lag", "agent", "windows"]
+    "mode, world, overrides",
+    [("lag", 2, []), ("lag", 2, AGENT), ("windows", 4, TWO), ("windows", 4, [*TWO, *AGENT])],
+    ids=["lag", "agent", "windows", "windows-agent"],
 )
 def test_a_run_that_was_cut_off_resumes_with_the_answers_that_it_was_given(
     ranks, talker, tmp_path, mode, world, overrides
@@ -100,7 +107,7 @@ def test_a_run_that_was_cut_off_resumes_with_the_answers_that_it_was_given(
     """The dice are others at each start. The power goes off in step 4; the checkpoint is of step 2. What was in flight
     there is read; what is made again is given the answers that it had: a run that reads all of them is the same to the
     last bit. With a lag rollout 4 is made again, with windows two trainers and two engines go on."""
-    if overrides == AGENT:
+    if overrides[-2:] == AGENT:
         pytest.importorskip("uvicorn")
         pytest.importorskip("openai")
     overrides, run, again = (

@@ -74,7 +74,8 @@ def seeded(task, base_url, sampling):
 
 async def late(task, base_url, sampling, most_s=0.0):
     """What the environment Late is, until it is refused. Its result is the sum of the logprobs that it was sent."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+    http = openai.DefaultAsyncHttpxClient(verify=False)  # reads no certificates
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=http)
     chance, messages, total = random.Random(task.seed), list(task.messages), 0.0
     with contextlib.suppress(openai.BadRequestError):
         while True:

@@ -215,14 +215,17 @@ def test_requests_at_a_time_are_answered_one_after_the_other(pool):
     asked = []
     for text in ("a", "b", "c"):
         asked.append(event["value"]["request"]["messages"][0]["content"])
+        time.sleep(0.2)  # while the trainer holds the request, no clock of the agent runs
+        since = time.monotonic()
         event = reply(talking, session, event, text)
+        assert event["seconds"] <= time.monotonic() - since
     assert sorted(asked) == ["q0", "q1", "q2"] and event["value"]["end"] == 3.0
 
 
 def test_a_request_that_comes_while_another_waits_is_late():
     async def play():
         talk = RunningAgent("secret", asyncio.create_task(asyncio.sleep(600)), SAMPLING)
-        late, waiting = [], []
+        late, waiting, event = [], [], {}
         for asked in ("ab", "c", "", "d"):
             if late:
                 await talk.answer(event["digest"], {})
@@ -237,6 +240,41 @@ def test_a_request_that_comes_while_another_waits_is_late():
         return late
 
     assert asyncio.run(play()) == [False, True, True, False]
+
+
+def test_requests_that_wait_get_their_own_answers_whoever_repeats_them_and_in_whatever_order():
+    """Two of three are equal; all are held while their clients repeat them. Then a restarted agent sends the third
+    before the one that is answered, and at last another one instead."""
+
+    def request(text, again=False):
+        return ChatRequest(MODEL, [{"role": "user", "content": text}], again=again)
+
+    async def play():
+        talk = RunningAgent("secret", asyncio.create_task(asyncio.sleep(600)), SAMPLING)
+        sends = lambda texts, again=False: [asyncio.create_task(talk.ask(request(t, again))) for t in texts]  # noqa: E731
+        first = sends("aab")
+        await asyncio.sleep(0)
+        repeated, digests = sends("aab", again=True), [one.digest for one in talk.open]
+        await asyncio.sleep(0)
+        for number in range(3):
+            await talk.answer((await talk.next())["digest"], {"n": number})
+        heard = [[one["n"] for one in await asyncio.gather(*tasks)] for tasks in (first, repeated)]
+        again = RunningAgent("secret", talk.program, SAMPLING)
+        (last,) = [asyncio.create_task(again.ask(request("b")))]
+        await asyncio.sleep(0)
+        assert (await again.next())["digest"] == digests[2] != digests[0]
+        answered = asyncio.create_task(again.answer(digests[0], {"n": 0}))
+        await asyncio.sleep(0)
+        early = asyncio.create_task(again.ask(request("a")))
+        await answered
+        assert (await early)["n"] == 0 and not last.done()
+        await again.answer("of another request", {"n": 5})
+        assert (await last)["n"] == 5
+        talk.program.cancel()
+        return heard
+
+    heard, repeated = asyncio.run(play())
+    assert heard == [0, 1, 2] and sorted(repeated[:2]) == [0, 1] and repeated[2] == 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The file of the samples in flight: read by the run that wrote it, whole, or not at all."""
 
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +11,11 @@ from aligner.config.freeze import rollout_key
 from aligner.config.resolve import compose
 from aligner.data.dialogue import EnginePrompt
 from aligner.data.tool_calls import Call
+from aligner.environments.openai_api import ChatRequest
 from aligner.environments.pool import Session
 from aligner.errors import DataError
 from aligner.ops.packing.turns import Turn
+from aligner.rollout.agents import AgentSampleState
 from aligner.rollout.sample_state import SampleState
 from aligner.rollout.store import InFlight, Store, read_description
 from aligner.types import Prompt, Stop
@@ -63,6 +65,17 @@ def trajectories():
     return fresh, [paused, waits, anew, failed]
 
 
+def talks():
+    """Of agents: one whose request is held where it paused, one that has not begun."""
+    fresh, states = trajectories()
+    fresh, states = ([AgentSampleState(**vars(state)) for state in some] for some in (fresh, states))
+    message = {"role": "assistant", "content": "x"}
+    states[0].cut, states[0].digest, states[0].echoes = True, "0af1", {'["assistant", "x"]': message}
+    states[0].request = asdict(ChatRequest("policy", [], [{"type": "function"}], stop=["."], sampled={"top_p": 0.9}))
+    states[3] = fresh[3]
+    return fresh, states
+
+
 def store(folder, key="this run"):
     return Store(folder, key, None, shared=True)  # its layout is not asked: rank 0 writes all
 
@@ -76,7 +89,7 @@ def read(folder, states, key="this run", version=7, groups=(5, 8)):
     return store(folder, key).read(3, version, InFlight(2, list(groups), states))
 
 
-@pytest.mark.parametrize("kind", [answers, trajectories])
+@pytest.mark.parametrize("kind", [answers, trajectories, talks])
 def test_it_is_read_as_it_was_written(tmp_path, world, kind):
     fresh, states = kind()
     stored(tmp_path, states)
