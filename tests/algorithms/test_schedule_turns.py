@@ -37,6 +37,8 @@ def settings(data, run, *overrides):
 
 def timed(data, mode, most_s):
     """Tools that answer the same, so late at most."""
+    if mode == "agents":
+        return [*TOOLS[mode], f"+environment.args.most_s={most_s}", "batch.prompts=2"]
     late = [*TOOLS[mode], f"+environment.args.most_s={most_s}"]
     return [*late, f"data.eval={data / 'train.jsonl'}", "run.eval_every=2"]
 
