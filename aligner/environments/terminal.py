@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.environments.task_folders import TaskFolder, read_task
 from aligner.errors import SandboxError
 from aligner.sandbox.images import unpacked
+from aligner.sandbox.proxy import PORT, HostList, Proxy
 from aligner.sandbox.terminal import TerminalLimits, TerminalSandbox, lacks
 
 TEST = "/tests/test.sh"
@@ -22,6 +23,9 @@ ERROR = "error: "  # by which a worker counts calls that failed
 REWARD = "/logs/verifier/reward.txt"
 # a test imports neither what lies in the folder of the work nor what the agent has installed for its user
 CLEAN = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": "/tests", "PYTHONDONTWRITEBYTECODE": "1"}
+OPEN, AT = (PORT,), f"http://127.0.0.1:{PORT}"
+VARIABLES = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), AT)
+VARIABLES |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1")
 # calls at a time in this process: more would wait for each other's processors
 _TURN = threading.BoundedSemaphore(2 * len(os.sched_getaffinity(0)))
 
@@ -30,10 +34,13 @@ class Terminal:
     """A terminal over an image (aligner/sandbox/images.py); "": the programs of this machine.
 
     memory_mb, processes, disk_mb: of the sandbox. cpu_s, waits_s: of a call. test_s: CPU seconds of the tests.
-    output_chars: of a call's text, whose middle is cut. folder: the working directory.
+    output_chars: of a call's text, whose middle is cut. folder: the working directory. hosts: that it reaches by HTTP.
     """
 
-    def __init__(self, image: str = "", folder: str = "/app", test_s: float = 60.0, **limits: Any):
+    def __init__(
+        self, image: str = "", folder: str = "/app", test_s: float = 60.0, hosts: Sequence[str] = (), **limits: Any
+    ):
+        self._hosts = HostList(hosts) if hosts else None
         self._limits, self._image, self._folder, self._test_s = TerminalLimits(**limits), image, folder, test_s
         self._sandbox: TerminalSandbox | None = None
 
@@ -65,8 +72,11 @@ class Terminal:
         image = self._task.image or self._image
         with _TURN:
             folder = self._task.folder or self._folder
-            self._sandbox = TerminalSandbox(self._limits, unpacked(image) if image else "", folder)
+            online = (OPEN, VARIABLES) if self._hosts else ((), {})
+            self._sandbox = TerminalSandbox(self._limits, unpacked(image) if image else "", folder, *online)
             self._end = weakref.finalize(self, self._sandbox.close)
+            if self._hosts:
+                Proxy(self._sandbox.listeners[0], self._hosts)
             if self._task.files:
                 _expect(self._sandbox.write(self._task.files), "files")
             if setup:

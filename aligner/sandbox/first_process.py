@@ -22,7 +22,7 @@ from contextlib import suppress
 import confine
 import shells
 from frames import receive, send
-from root import RootFolder, name_host, raise_loopback
+from root import RootFolder, hand_out, name_host, raise_loopback
 
 LOOK_S = 0.05
 LATE_S = 0.1  # of a look: the rest is this process's own wait for a processor
@@ -301,6 +301,7 @@ def main() -> None:
     confine.hide()
     name_host("sandbox")
     raise_loopback()
+    hand_out(job["ports"], job["bridge"])
     first = FirstProcess(job)
     bound_processes(job["processes"])  # in a /proc of its own: a container's may be read-only
     with open("/proc/self/oom_score_adj", "w") as file:

@@ -143,5 +143,14 @@ def raise_loopback() -> None:
         ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
+def hand_out(ports: list[int], bridge: int) -> None:
+    """Make listening sockets on the loopback, and give them to the host, who answers there."""
+    listeners = [socket.create_server(("127.0.0.1", port)) for port in ports]
+    with socket.socket(fileno=bridge) as host:
+        socket.send_fds(host, [b"l"], [each.fileno() for each in listeners])
+    for each in listeners:
+        each.close()
+
+
 def name_host(name: str) -> None:
     _done("sethostname", _libc.sethostname(name.encode(), len(name)))

@@ -33,7 +33,9 @@ class RunEnd:
 class ProgramSession:
     """Runs of one program, one after another. Raises SandboxError if the sandbox fails."""
 
-    def __init__(self, command: Sequence[str], job: dict[str, Any], silent_s: float = SILENT_S):
+    def __init__(
+        self, command: Sequence[str], job: dict[str, Any], silent_s: float = SILENT_S, inherited: Sequence[int] = ()
+    ):
         self.silent_s = silent_s
         self.running, self._read_ahead = False, bytearray()
         self._process = subprocess.Popen(
@@ -44,6 +46,7 @@ class ProgramSession:
             env=ENVIRON | {name: os.environ[name] for name in KEPT if name in os.environ},
             cwd="/",
             bufsize=0,
+            pass_fds=inherited,
             start_new_session=True,  # a terminal's signals do not reach it
         )
         assert self._process.stdin is not None

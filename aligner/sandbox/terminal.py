@@ -11,11 +11,14 @@ import base64
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from aligner.config.checks import at_least
@@ -47,10 +50,21 @@ class TerminalLimits:
 
 
 class TerminalSandbox:
-    """A sandbox of one trajectory. Raises SandboxError if it fails, which is no fault of the agent."""
+    """A sandbox of one trajectory. Raises SandboxError if it fails, which is no fault of the agent.
 
-    def __init__(self, limits: TerminalLimits, image: str = "", folder: str = "/app"):
-        self.limits, self.folder = limits, folder
+    `ports`: of its loopback, at which this process answers by `listeners`, sockets that were made there. `environ`:
+    further variables of its programs.
+    """
+
+    def __init__(
+        self,
+        limits: TerminalLimits,
+        image: str = "",
+        folder: str = "/app",
+        ports: Sequence[int] = (),
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.limits, self.folder, self.listeners = limits, folder, []
         program = shutil.which("unshare")
         if program is None:
             raise SandboxError(f"a terminal needs {NEEDS}: there is no `unshare` in PATH")
@@ -60,6 +74,7 @@ class TerminalSandbox:
             **{"HOME": "/root", "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash", "TERM": "dumb"},
             **{"PATH": ":".join((*PATH, *([bin_] if not image and bin_ not in PATH else []))), "LANG": "C.UTF-8"},
             **{"TZ": "UTC", "PYTHONHASHSEED": "0", "PS1": "", "PS2": "", "OMP_NUM_THREADS": "1", "PAGER": "cat"},
+            **environ,
         }
         job = {
             "image": image,
@@ -70,15 +85,25 @@ class TerminalSandbox:
             "disk_bytes": limits.disk_mb << 20,
             "processes": limits.processes,
             "output_bytes": limits.output_chars,
+            "ports": list(ports),
         }
         python = [os.path.realpath(sys._base_executable), "-s", "-S", str(FIRST)]
         try:
-            self._session = ProgramSession([program, *NAMESPACES, *python], job)
-            self._session.next()
+            self._start([program, *NAMESPACES, *python], job)
         except SandboxError as error:
-            if hasattr(self, "_session"):
-                self.close()
             raise SandboxError(f"a terminal needs {NEEDS}: {explained(str(error))}") from None
+
+    def _start(self, command: Sequence[str], job: dict[str, Any]) -> None:
+        bridge, theirs = socket.socketpair()
+        with bridge, theirs:
+            self._session = ProgramSession(command, job | {"bridge": theirs.fileno()}, inherited=[theirs.fileno()])
+            try:
+                self._session.next()
+                _, fds, _, _ = socket.recv_fds(bridge, 1, len(job["ports"]))
+                self.listeners = [socket.socket(fileno=fd) for fd in fds]
+            except SandboxError:
+                self.close()
+                raise
 
     def bash(self, text: str) -> dict[str, Any]:
         return self._ask(do="bash", text=text)
@@ -113,6 +138,10 @@ class TerminalSandbox:
 
     def close(self) -> None:
         """End it; nothing of it is left."""
+        for listener in self.listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
         self._session.close()
 
     def _ask(self, **request: Any) -> dict[str, Any]:
