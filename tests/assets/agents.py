@@ -112,6 +112,21 @@ async def together(task, base_url, sampling):
     return float(len({one.choices[0].message.content for one in answer}))
 
 
+async def ordered(task, base_url, sampling, folder):
+    """Sends three requests at a time, each longer than the one before; the longest first if there is a file in the
+    folder. 1 if each got its own reply."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+    order, replies = [3, 2, 1] if list(pathlib.Path(folder).iterdir()) else [1, 2, 3], {}
+
+    async def ask(length):
+        asked = {"messages": [{"role": "user", "content": "q" * length}], "extra_body": {"return_token_ids": True}}
+        replies[length] = await client.chat.completions.create(**asked, **sampling)
+
+    await asyncio.gather(*map(ask, order))
+    first, second, third = (len(replies[length].prompt_token_ids) for length in (1, 2, 3))
+    return float(first < second < third)
+
+
 def stubborn(task, base_url, sampling):
     """Asks until it is refused; without a `verdict` in the row it dies of that."""
     client, messages = talk(base_url), list(task.messages)
@@ -143,8 +158,8 @@ def troubled(task, base_url, sampling, folder="", fails=1):
     return None if kind == "shy" else float(len(again.choices[0].message.content))
 
 
-def impatient(task, base_url, sampling, folder):
-    """Gives up soon, and asks again: with time, then. Each try is a file in `folder`."""
+def impatient(task, base_url, sampling, folder, retries=2):
+    """Gives up soon, and asks again, or dies of that: with time, then. Each try is a file in `folder`."""
 
     def begin(request):
         number = len(list(pathlib.Path(folder).iterdir()))
@@ -152,8 +167,12 @@ def impatient(task, base_url, sampling, folder):
         (pathlib.Path(folder) / str(number)).touch()
 
     http = openai.DefaultHttpxClient(event_hooks={"request": [begin]})
-    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=2, http_client=http)
-    reply = client.chat.completions.create(messages=task.messages, **sampling)
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=retries, http_client=http)
+    try:
+        reply = client.chat.completions.create(messages=task.messages, **sampling)
+    except openai.APITimeoutError:
+        (pathlib.Path(folder) / "1").touch()
+        raise
     return float(len(reply.choices[0].message.content))
 
 

@@ -273,21 +273,23 @@ def test_requests_that_wait_get_their_own_answers_whoever_repeats_them_and_in_wh
         talk.program.cancel()
         return heard
 
-    heard, repeated = asyncio.run(play())
+    heard, repeated = asyncio.run(asyncio.wait_for(play(), 60))
     assert heard == [0, 1, 2] and sorted(repeated[:2]) == [0, 1] and repeated[2] == 2
 
 
 @pytest.mark.slow
-def test_a_client_that_gives_up_and_asks_again_has_asked_once(pool, tmp_path):
-    """Answered when it has begun to ask again."""
+@pytest.mark.parametrize("retries", [2, 0])
+def test_a_client_that_gives_up_has_asked_once(pool, tmp_path, retries):
+    """Answered when it has begun to ask again; or when its agent has died of that, which starts again."""
     (tmp_path / "tries").mkdir()
-    talking = pool("impatient", args={"folder": str(tmp_path / "tries")})
+    talking = pool("impatient", args={"folder": str(tmp_path / "tries"), "retries": retries})
     session, event = begin(talking)
     until = time.monotonic() + 120
     while not (tmp_path / "tries" / "1").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert reply(talking, session, event, "four")["value"]["end"] == 4.0
+    answer = reply(talking, session, event, "four")
+    assert answer["value"]["end"] == 4.0 and answer["retried"] == (retries == 0)
 
 
 @pytest.mark.slow

@@ -211,6 +211,33 @@ def test_windows_are_those_of_a_slow_clock(tmp_path, world, monkeypatch, cfg, ev
     assert paused > 3 and waited > 3 and window > 3 and max(len(talk.turns) for talk in talks) == TURNS
 
 
+@pytest.mark.slow
+def test_requests_at_a_time_are_held_and_each_gets_its_own_reply(tmp_path, world):
+    """Although the agents are killed while they wait, and then send them in another order."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("openai")
+    (tmp_path / "killed").mkdir()
+    args = {"folder": str(tmp_path / "killed")}
+    cfg = EnvironmentConfig(agent="tests/assets/agents.py:ordered", **SETTINGS | {"args": args})
+    tokenizer, dialogue, requests = talkers(tmp_path, "one", "another", tools=[ROLL])
+    engine, window = engine_of(WINDOW), 0
+    pool = Pool(cfg, [], AnswerLog(tmp_path / "run", 0))
+    source = trajectory_generator(engine, tokenizer, world, TrajectoryContext(pool, dialogue, cfg, 500, True))
+    states = [state for request in requests for state in source.fresh(request, request.slot)]
+    while left := [state for state in states if state.open]:
+        window += 1
+        fill(engine, reference(engine.model.cfg, window), window)
+        (actual,) = source.serve([left])
+        if window == 1:
+            assert any(state.begun for state in actual)
+            (tmp_path / "killed" / "now").touch()
+            for process in {state.session.process for state in actual if state.open}:
+                process.kill()
+    assert [(state.score, len(state.turns)) for state in states] == [(1.0, 3)] * 6
+    assert sum(state.late for state in states) >= 6
+    assert any(len(set(turn.versions)) > 1 for state in states for turn in state.turns)
+
+
 def window_of_two_ranks(folder):
     """Of which the second has no room for a trajectory: what it raises, or how many have begun."""
     folder = Path(folder) / str(dist.get_rank())
