@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +81,13 @@ def _bare_engine(job: Job, model: ModelConfig) -> RolloutEngine:
     return policy_engine(job, model)
 
 
-def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing: bool = False) -> FleetEngine:
+def native_engine(
+    job: Job, model: ModelConfig, tokenizer: Any, reports_routing: bool = False, draft_model: str = ""
+) -> FleetEngine:
     """Make a native engine without weights. Collective over the ranks that will call it together."""
     return imported(ENGINES["native"].made_by)(
         model,
-        job.cfg.engine,
+        replace(job.cfg.engine, draft_model=draft_model),
         device=job.device,
         dtype=engine_dtype(job),
         pad_id=tokenizer.pad_token_id,
@@ -95,7 +98,8 @@ def native_engine(job: Job, model: ModelConfig, tokenizer: Any, reports_routing:
 
 
 def policy_engine(job: Job, model: ModelConfig) -> FleetEngine:
-    engine = native_engine(job, model, job.tokenizer, job.cfg.mismatch.replay_routing)
+    drafter = job.cfg.engine.draft_model
+    engine = native_engine(job, model, job.tokenizer, job.cfg.mismatch.replay_routing, drafter)
     engine.steal = not job.cfg.run.deterministic
     return engine
 

@@ -85,6 +85,7 @@ class Engine:
     page: int = 0  # tokens of a page of the cache, which rows take as they grow; 0: rows are whole
     drafts: int = 0  # tokens drafted for a row, at most `max_batch` tokens of a step
     ahead: bool = False  # by the model's layer for multi-token prediction, if it has one
+    drafter: ModelConfig | None = None  # a model that drafts, whole on each GPU (`engine.draft_model`)
     accepted: float = 0.0  # tokens that a row gets from a step with drafts; 0: drafts are not counted
 
 
@@ -219,6 +220,7 @@ class PlanJob:
         engine, shape = self.engine, self.served.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor // engine.shares) + self.routing
+        token += kv_bytes(engine.drafter, engine.element) if engine.drafter else 0
         at_once = engine.lag if engine.in_flight else 1 + engine.lag * bool(engine.window)
         rows = self.rows.count / self.replicas * at_once
         half = self.rows.prompt_mean + self.rows.response_mean / 2  # what a row has so far, on average
@@ -343,6 +345,7 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         page=e.page_tokens,
         drafts=e.draft_tokens,
         ahead=e.reads_ahead,
+        drafter=shape_beside(shape, e.draft_model) if e.draft_tokens and e.draft_model else None,
         pauses=e.can.windows and (not cfg.environment.on or tensor == 1),
     )
     return replace(planned, **entry_of(e.name).planned)
@@ -421,7 +424,8 @@ def _judges(
             judge.max_tokens,
         )
         judges = shape_at(beside(shape), judge.model)
-        by = replace(engine, ranks=0, factors=False, **_decoding(native, judges)) if judge.model else engine
+        own = replace(engine, ranks=0, factors=False, drafter=None, **_decoding(native, judges))
+        by = own if judge.model else engine
         planned.append(PlannedJudge(judges, asked, by, judge.model))
     return tuple(planned)
 

@@ -31,6 +31,7 @@ PARTS = {
     "Muon": "{step} (more samples in an optimizer step), optim.name=adam",
     "kernels": "operations (more GPUs, or a smaller model)",
     "prefill": "operations (more GPUs, or a smaller model)",
+    "drafts": "engine.draft_tokens",
     "decode": "memory bandwidth (more GPUs, engine.tensor_parallel)",
     "copy": "engine.tensor_parallel",
     "tensors": "the number of tensors (engine.name=native takes weights in place)",

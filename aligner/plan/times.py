@@ -406,17 +406,29 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed
 
 
 def drafting_seconds(job: PlanJob, machine: Machine, rows: float, context: float) -> float:
-    """Return the seconds in which a layer for multi-token prediction drafts tokens of `rows` rows, one after the other:
-    each takes of a decode step as much as the layer and the output matrix are of the weights. Prompt lookup takes
-    none."""
+    """Return the seconds in which tokens of `rows` rows are drafted, one after the other. A layer for multi-token
+    prediction takes for each as much of a decode step as the layer and the output matrix are of the weights. A model of
+    its own takes a step for each, and reads two tokens first. Prompt lookup takes none."""
     engine, m = job.engine, job.served.shape
     assert engine is not None
+    if engine.drafter:
+        alone = drafting_alone(job)
+        seconds = [sum(decode_step(alone, machine, rows, context, fed)) for fed in (2, 1)]
+        return seconds[0] + (engine.drafts - 1) * seconds[1]
     if not m.mtp.layers:
         return 0.0
     ends = m.vocab_size * m.hidden_size
     layers = parameters(m) - (1 if m.tie_embeddings else 2) * ends
     fraction = (layers / (m.num_layers + 1) + ends) / (layers + ends)
     return engine.drafts * fraction * sum(decode_step(job, machine, rows, context))
+
+
+def drafting_alone(job: PlanJob) -> PlanJob:
+    """Return the job of the model that drafts."""
+    engine = job.engine
+    assert engine is not None and engine.drafter is not None
+    own = replace(engine, tensor=1, shares=1, matrix=0.0, launches=True, drafter=None)
+    return replace(job, models=(PlannedModel("policy", engine.drafter),), engine=own)
 
 
 def _decode_wire(job: PlanJob, machine: Machine, ranks: int, count: int, rows: float) -> float:
@@ -447,6 +459,8 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     tokens, seen = prompts * rows.prompt_mean, rows.prompt_mean / 2
     phase.parts["prefill"] += prefill_seconds(m, tokens, seen, machine, job.package)
     phase.parts["prefill"] /= engine.tensor
+    if engine.drafter:
+        phase.parts["drafts"] += prefill_seconds(engine.drafter, tokens, seen, machine, job.package)
     own_rows, slots = rows.count / job.replicas, job.slots()[0]
     slots, lengths = min(slots, own_rows * (engine.lag if engine.in_flight else 1)), rows.lengths
 
@@ -456,7 +470,7 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
         if engine.drafts and engine.accepted and active * (1 + engine.drafts) <= engine.max_batch:
             fed, steps = 1 + engine.drafts, steps / engine.accepted
         busy, wire = decode_step(job, machine, active, reach, fed)
-        if fed > 1 and job.served.shape.mtp.layers:
+        if fed > 1 and (engine.drafter or job.served.shape.mtp.layers):
             phase.parts["drafts"] += steps * drafting_seconds(job, machine, active, reach)
         phase.parts["decode"] += steps * (busy - wire)
         if wire:

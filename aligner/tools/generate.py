@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from aligner.config.on_demand import on_demand
 from aligner.config.schema import Config
 from aligner.config.sections.engine import EngineConfig
 from aligner.data.dialogue import Dialogue
@@ -65,6 +66,8 @@ class Answerer:
         if is_scorer(folder):
             raise ConfigError("run.dir", str(folder), "a model that answers; this one is a reward model, which scores")
         tokenizer = load_tokenizer(str(folder))
+        if config.draft_model:
+            on_demand("engine.draft_model, to check")(config.draft_model, tokenizer)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = engine_from_folder(
             folder,

@@ -1,15 +1,20 @@
 """Drafts (`engine.draft_tokens`): the samples of an engine without them, from fewer decode steps."""
 
+import atexit
 import random
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from aligner.builders.draft_tokens import check_tokens
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.mtp import MtpConfig
+from aligner.data.tokenizer import byte_tokenizer
 from aligner.engines.native.ahead import AheadDrafts
 from aligner.engines.native.drafts import LONGEST, SHORTEST, PromptLookup
 from aligner.engines.native.fleet import FleetEngine
@@ -18,6 +23,7 @@ from aligner.engines.native.load import engine_from_folder
 from aligner.engines.native.sampler import uniforms
 from aligner.engines.quantized import QuantizedEngine, make_quantizer
 from aligner.errors import ConfigError, EngineError
+from aligner.families.hf_config import hf_config
 from aligner.models.safetensors_io import write_hf
 from aligner.types import SamplingParams
 from tests.engines import test_fleet, test_pages, test_prefixes, test_windows
@@ -43,8 +49,25 @@ def like_the_model(name, weight):
     return weight * (1 + 3 * (name == "lm_head.weight" or "embed_tokens" in name))
 
 
+@cache
+def drafter(noise=0.1, name="llama", vocabulary=LLAMA.vocab_size):
+    """A folder of LLAMA's weights but for noise, or of another model."""
+    cfg = replace(FAMILIES[name], vocab_size=vocabulary)
+    folder, g = TemporaryDirectory(), torch.Generator().manual_seed(1)
+    weights = weights_of(make(cfg)).items()
+    noisy = ((name, w + 0.15 * noise * torch.randn(w.shape, generator=g)) for name, w in weights)
+    write_hf(Path(folder.name, "hf"), noisy, hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=0))
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
+def with_a_model(draft_tokens=0, folder=drafter, **options):
+    return make(LLAMA, draft_tokens=draft_tokens, draft_model=folder() * bool(draft_tokens), **options)
+
+
 # by source: an engine that drafts from it, or without `draft_tokens` one with the same weights
 SOURCES = {"lookup": partial(make, LLAMA), "mtp": partial(make, AHEAD["glm4_moe-mtp"], change=like_the_model)}
+SOURCES["model"] = with_a_model
 from_each = pytest.mark.parametrize("engine_of", SOURCES.values(), ids=SOURCES)
 SAMPLING = SamplingParams(30, temperature=0.4, stop_token_ids=(3, 11))  # cold: rows repeat themselves
 
@@ -104,7 +127,9 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("source, kind", [*product(["lookup"], SAMPLINGS), ("mtp", "cuts"), ("mtp", "stop strings")])
+@pytest.mark.parametrize(
+    "source, kind", [*product(["lookup"], SAMPLINGS), *product(["mtp", "model"], ["cuts", "stop strings"])]
+)
 def test_many_seeds(source, kind):
     """Rows end in the middle of a draft, by their length, a token or a text."""
     sampling, engine_of = SAMPLINGS[kind], SOURCES[source]
@@ -134,8 +159,9 @@ def test_quantised_weights_and_other_ones(engine_of):
 @from_each
 @pytest.mark.parametrize("budget", [1 << 20, 130])
 def test_where_pages_are_short_drafts_give_way_and_a_rerun_has_the_same_bits(budget, engine_of):
-    room = {"page_tokens": 4, "kv_cache_bytes": budget * engine_of().cache.token_bytes}
-    plain, engine = (engine_of(**room, draft_tokens=n) for n in (0, COUNT))
+    each = [{"page_tokens": 4, "draft_tokens": n} for n in (0, COUNT)]
+    sizes = [budget * engine_of(**options).cache.token_bytes for options in each]
+    plain, engine = (engine_of(**options, kv_cache_bytes=size) for options, size in zip(each, sizes, strict=True))
     wanted, *outputs = (e.generate(PROMPTS, seeds_for(PROMPTS, 5), SAMPLING) for e in (plain, engine, engine))
     agree(outputs[0], wanted)
     assert test_pages.same(*outputs) and engine.stats.accepted_tokens
@@ -265,7 +291,8 @@ def drawn(oracle, tokens, seed, count, temperature):
 @pytest.mark.multirank
 def test_ranks_of_one_engine_accept_the_same(ranks):
     plain, seeds = {name: engine_of() for name, engine_of in SOURCES.items()}, seeds_for(PROMPTS, 3)
-    models = {name: (engine.model.cfg, weights_of(engine)) for name, engine in plain.items()}
+    models = {name: (engine.model.cfg, weights_of(engine), {}) for name, engine in plain.items()}
+    models["model"][2]["draft_model"] = drafter()
     job = {"models": models, "width": 2, "requests": [(PROMPTS, seeds), ([], [])]}
     job |= {"scored": (torch.ones(1, 3, dtype=torch.int64), torch.tensor([3])), "samplings": [SAMPLING]}
     results = ranks.run(test_fleet.generate, world=2, **job, draft_tokens=COUNT, page_tokens=4)
@@ -273,6 +300,53 @@ def test_ranks_of_one_engine_accept_the_same(ranks):
         agree(results[0][name]["outs"][0], engine.generate(PROMPTS, seeds, SAMPLING))
         assert all(result[name]["rows"] < engine.stats.decoded_rows for result in results)
         assert all(result[name]["checksums"] == engine.checksums() for result in results)
+
+
+@pytest.mark.parametrize("options", [{}, {"page_tokens": 4}, {"max_batch": 80}, {"window": 6}, {"kv_cache_bytes": 140}])
+def test_a_model_like_the_own_drafts_what_is_kept(options):
+    """All drafts but those behind the end of a row, or of its window: its keys and values are those of the row,
+    whatever slots it had."""
+    same, seeds = partial(with_a_model, folder=partial(drafter, 0.0), draft_tokens=COUNT), seeds_for(PROMPTS, 4)
+    if "kv_cache_bytes" in options:
+        options = {"page_tokens": 4, "kv_cache_bytes": 140 * same().cache.token_bytes}
+    engine, sampling = same(**options), replace(SAMPLING, stop_token_ids=(1, 3, 11, 20))
+    if "window" in options:
+        ends = 5 * len(PROMPTS) * 4
+        test_windows.by_windows(engine, PROMPTS, seeds, sampling)
+    else:
+        ends = engine.generate(PROMPTS, seeds, sampling).tokens.shape[0] + engine.stats.paused_rows
+    totals = engine._totals
+    assert totals.accepted_tokens >= totals.drafted_tokens - COUNT * ends and totals.accepted_tokens > 20, totals
+    assert bool(totals.paused_rows) == ("kv_cache_bytes" in options)
+
+
+@pytest.mark.parametrize("name, vocabulary", [("gemma4", 60), ("deepseek_v3", 40)])
+def test_any_model_drafts_for_one_with_experts_whose_routes_are_reported(name, vocabulary):
+    """Its heads, its keys, and the padding of its vocabulary are its own."""
+    folder = drafter(0.0, name, vocabulary)
+    plain, engine = (
+        make(FAMILIES["mixtral"], reports=True, page_tokens=4, draft_tokens=n, draft_model=folder * bool(n))
+        for n in (0, COUNT)
+    )
+    outputs = [each.generate(PROMPTS, seeds_for(PROMPTS, 3), SAMPLING) for each in (engine, plain)]
+    agree(*outputs)
+    assert engine.stats.drafted_tokens and engine.cache.token_bytes > plain.cache.token_bytes
+    assert engine.held_bytes()["weights"] > plain.held_bytes()["weights"]
+
+
+def test_models_that_cannot_draft_are_refused(tmp_path):
+    for folder, expected in (
+        (str(tmp_path), r"expected a Hugging Face folder"),
+        (drafter(0.0, "qwen3_next"), r"whose states can go back .*, not of family qwen3_next"),
+    ):
+        with pytest.raises(ConfigError, match=rf"engine\.draft_model=.*{expected}"):
+            make(LLAMA, draft_tokens=4, draft_model=folder)
+    own, other = byte_tokenizer(str(tmp_path)), byte_tokenizer(f"{drafter()}/hf")
+    check_tokens(drafter(), own)
+    other.add_tokens(["word"])
+    other.save_pretrained(f"{drafter()}/hf")
+    with pytest.raises(ConfigError, match=r"the same tokenizer: drafts are its tokens\. .* tokens there, .* here"):
+        check_tokens(drafter(), own)
 
 
 def test_logits_that_are_not_finite_are_an_error():

@@ -54,7 +54,7 @@ def letters(tokens: list[int]) -> str:
 
 
 def generate(
-    models: dict[str, tuple[ModelConfig, dict]],
+    models: dict[str, tuple],
     width: int,
     requests: list[tuple[list, list]],
     samplings: list[SamplingParams],
@@ -68,8 +68,8 @@ def generate(
     rank 0's engine decodes when the other's has ended; `meet`: with which nobody goes on with a second part of the
     common work before all decode a first one."""
     rank, reported = dist.get_rank(), {}
-    for name, (cfg, weights) in models.items():
-        engine = make(cfg, weights, width, **options)
+    for name, (cfg, weights, *own) in models.items():
+        engine = make(cfg, weights, width, **options, **(own[0] if own else {}))
         engine.steal = steal
         if late and rank == 0:
             engine.model.decode = before(engine.model.decode, partial(until, late, 1))

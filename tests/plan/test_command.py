@@ -12,8 +12,10 @@ from aligner.config.resolve import compose
 from aligner.config.sections.model.mtp import MtpConfig
 from aligner.data.tokenizer import byte_tokenizer
 from aligner.errors import ConfigError
+from aligner.families.table import parameters
 from aligner.models.shards import hf_tensors
 from aligner.plan import command
+from aligner.plan.shapes import kv_bytes
 
 EIGHT = ["model=llama3_8b", "stage=grpo", "batch.prompts=64", "batch.group=16", "batch.minibatch_samples=512"]
 TIGHT = ["parallel.tensor=2", "parallel.sequence=true", "model.recompute=full", "batch.micro_batch_tokens=4096"]
@@ -308,16 +310,22 @@ def test_a_layer_that_drafts_takes_memory_and_time(capsys):
         "--json",
     ]
     plans, drafts = {}, ["engine.draft_tokens=3", "--acceptance-length", "2"]
-    for name, options in {"lookup": drafts, "layer": [*drafts, "model.mtp.layers=1"]}.items():
-        assert main([*job, *options]) == 0
+    sources = {"lookup": [], "layer": ["model.mtp.layers=1"], "model": ["engine.draft_model=Qwen/Qwen3-0.6B"]}
+    for name, options in sources.items():
+        assert main([*job, *drafts, *options]) == 0
         plans[name] = json.loads(capsys.readouterr().out)
-    lookup, layer = (plan["memory"]["generate"]["items"] for plan in plans.values())
+    lookup, layer, smaller = (plan["memory"]["generate"]["items"] for plan in plans.values())
     shape = replace(compose(["model=glm4.7_flash"]).model, mtp=MtpConfig(1))
     own = [tensor for tensor in hf_tensors(shape) if tensor.spec.canonical.startswith("ahead.")]
     share = sum((high - low) * t.entry_numel for t in own for low, high in [t.interval(4, 0)])
     assert layer["engine weights"] - lookup["engine weights"] == pytest.approx(2 * share, rel=1e-3)
     assert layer["kv cache"] / lookup["kv cache"] == pytest.approx(1 + 1 / shape.num_layers)
-    lookup, layer = (plan["time"]["generate"]["parts"] for plan in plans.values())
+    own = compose(["model=qwen3_0.6b"]).model  # whole on each GPU
+    assert smaller["engine weights"] - lookup["engine weights"] == pytest.approx(2 * parameters(own), rel=1e-3)
+    ratio = kv_bytes(own, 2) / kv_bytes(shape, 2, 4) * (1 + 1 / shape.num_layers)
+    assert smaller["kv cache"] / lookup["kv cache"] == pytest.approx(1 + ratio, rel=0.02)
+    lookup, layer, smaller = (plan["time"]["generate"]["parts"] for plan in plans.values())
+    assert smaller["decode"] == lookup["decode"] and layer["drafts"] != smaller["drafts"] > 0
     assert "drafts" not in lookup and layer["decode"] == lookup["decode"] > layer["drafts"] > 0
 
 

@@ -71,6 +71,12 @@ class EngineConfig(Section, key="engine"):
         least=0,
         rollouts=False,
     )
+    draft_model: str = key(
+        "",
+        "Hugging Face or run folder of a smaller model with the same tokenizer, which drafts instead (native). It is "
+        "not trained.",
+        rollouts=False,
+    )
     dtype: str = key("auto", "Data type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
     quantization: str = key(
         "none", "Type to which refits round the layers' matrices. Emulated: it saves no memory or time.", choices=KINDS
@@ -117,7 +123,7 @@ class EngineConfig(Section, key="engine"):
     @property
     def reads_ahead(self) -> bool:
         """Whether it drafts with the model's layer for multi-token prediction, if there is one."""
-        return bool(self.draft_tokens) and self.can.computes_here
+        return bool(self.draft_tokens) and self.can.computes_here and not self.draft_model
 
     @property
     def captures(self) -> bool:
@@ -164,6 +170,8 @@ section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.nam
 !can.computes_here => page_tokens =0 | with engine.name={name}: only native takes the key
 !can.drafts => draft_tokens =0 | with engine.name={name}
 draft_tokens => draft_tokens <max_batch | : a step with drafts has at most so many tokens
+!can.computes_here => draft_model = | with engine.name={name}: only native takes the key
+draft_model => draft_tokens >=1 | with engine.draft_model
 !sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)
 

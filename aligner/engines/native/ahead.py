@@ -53,24 +53,25 @@ class AheadLayer:
 
 
 class AheadDrafts(DraftSource):
+    cached = True
+
     def __init__(self, count: int, slots: int, model: NativeModel, cache: SlotCache, sampling: SamplingParams):
         super().__init__(count, slots, model.device)
         self._model, self._cache, self._sampling = model, cache, sampling
         self._made = self._first = self.drafts[:0]
-        self._room = True
 
-    def read(self, hidden: Tensor, following: Tensor, first: Tensor, longest: int, room: bool) -> None:
+    def read(self, hidden: Tensor, following: Tensor, first: Tensor, longest: int) -> None:
         """Read hidden states [n, w, H] of slots [0, n), the first of each at position `first` int64 [n], all < longest,
-        and the tokens int64 [n, w] that follow them. `room`: there is a place in the cache for drafts."""
+        and the tokens int64 [n, w] that follow them."""
         positions = first[:, None] + torch.arange(hidden.shape[1], device=first.device)
         flat = hidden.flatten(0, 1), following.flatten()
         self._made = self._model.predict(*flat, positions, self._cache, longest).view_as(hidden)
-        self._first, self._room = first.clone(), room
+        self._first = first.clone()
 
     def draft(self, last: Tensor, longest: int, seeds: Tensor, counts: Tensor) -> Tensor:
         """See `DraftSource.draft`. All rows have drafts, those without a new token the ones that they had."""
         n, new, most = len(last), last - self._first, self._cache.table.shape.row_tokens
-        if not self._room:
+        if not self.room:
             return torch.zeros_like(last, dtype=torch.bool)
         x = self._made[torch.arange(n, device=last.device), (new - 1).clamp_min(0)]
         drafts: list[Tensor] = []

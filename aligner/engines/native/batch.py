@@ -189,7 +189,7 @@ class Batch:
     def draft_positions(self) -> Tensor:
         """Return the last positions that a source of drafts writes for the active rows after this step, int64 on the
         CPU."""
-        return (self._positions[: self.active] + self.width + self.source.count - 2).clamp_max(self._most_position)
+        return (self._positions[: self.active] + self.width + self.source.count - 1).clamp_max(self._most_position)
 
     def fed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
         """Return, of the active rows, hidden states [fed + new, H] of what the last step fed as [active, width, H], the
@@ -273,9 +273,11 @@ class Batch:
             return done.cpu()
         state, width = self.state[:, : self.active], self.source.count + 1
         repeats = torch.zeros_like(done)
+        longest = int(self._positions[: self.active].max()) + self.width + 1
         if self.active * width <= self._step_tokens:
-            longest = int(self._positions[: self.active].max()) + self.width + 1
             repeats = self.source.draft(state[POSITION], longest, state[SEED], state[COUNT])
+        else:
+            self.source.follow(state[POSITION], longest)
         report = torch.stack([done.long(), state[NEW], (repeats & ~done).long()]).cpu()
         drafted = self._drafted[: self.active] * (self.width > 1)
         self.drafted_rows += int(drafted.sum())

@@ -1,5 +1,6 @@
 """Drafts: from what a row has so far (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding), the tokens
-that came behind an earlier occurrence of its last ones; or from the model's own layer (`ahead.py`).
+that came behind an earlier occurrence of its last ones; from the model's own layer (`ahead.py`); or from a smaller
+model (`draft_model.py`).
 
 The engine feeds a draft with the row's next token and samples behind each. Every draw is the target's own, with the
 number of its position (`sampler.uniforms`). So drafts change no sample: those that the draws repeat save passes.
@@ -16,10 +17,13 @@ LONGEST, SHORTEST = 4, 2  # tokens that an earlier occurrence repeats
 
 
 class DraftSource(ABC):
-    """Where drafts of running rows come from; `drafts` int64 [slots, count]."""
+    """Where drafts of running rows come from; `drafts` int64 [slots, count]. One that is `cached` has keys and values
+    of its own in the engine's cache, where there may be no `room` for those of the next drafts."""
+
+    cached = False
 
     def __init__(self, count: int, slots: int, device: torch.device):
-        self.count = count
+        self.count, self.room = count, True
         self.drafts = torch.zeros(slots, count, dtype=torch.int64, device=device)
 
     def add(self, slots: slice, prompt: Tensor) -> None:  # noqa: B027 (not all need it)
@@ -31,14 +35,17 @@ class DraftSource(ABC):
     def move(self, source: Tensor | int, target: Tensor | int) -> None:
         self.drafts[target] = self.drafts[source]
 
+    def follow(self, last: Tensor, longest: int) -> None:  # noqa: B027 (not all need it)
+        """Read what came up to positions `last`, as `draft` does, where the next step has no drafts."""
+
     @abstractmethod
     def draft(self, last: Tensor, longest: int, seeds: Tensor, counts: Tensor) -> Tensor:
         """Draft what follows positions `last`, int64 [n] below `longest`, of slots [0, n), whose next draws have these
         seeds and numbers. Return bool [n]: whether a row has a draft."""
 
 
-class PromptLookup(DraftSource):
-    """Drafts from the tokens of running rows."""
+class RowTokens(DraftSource):
+    """A source that has the tokens of running rows, int32 [slots, positions]."""
 
     def __init__(self, count: int, slots: int, positions: int, device: torch.device):
         super().__init__(count, slots, device)
@@ -54,6 +61,10 @@ class PromptLookup(DraftSource):
     def move(self, source: Tensor | int, target: Tensor | int) -> None:
         super().move(source, target)
         self._tokens[target] = self._tokens[source]
+
+
+class PromptLookup(RowTokens):
+    """Drafts from the tokens of running rows."""
 
     def draft(self, last: Tensor, longest: int, *draws: Tensor) -> Tensor:
         """See `DraftSource.draft`. A row has one if its last tokens occurred before: of several occurrences from the

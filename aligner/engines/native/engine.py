@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aligner.cluster.memory_pages import keep_freed_memory
 from aligner.config.engines import ENGINES
+from aligner.config.on_demand import on_demand
 from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.base import Finished, RolloutEngine, UpdateLedger, draft_sums, require_finite
@@ -98,6 +99,10 @@ class NativeEngine(RolloutEngine):
             raise ConfigError("engine.draft_tokens", config.draft_tokens, expected)
         (*sizes, planes), *others = self.model.cached
         beside = [SlotCache(*each[:3], self.device, dtype) for each in others]
+        self.drafter = None
+        if config.draft_tokens and config.draft_model:
+            self.drafter = on_demand("engine.draft_model")(config.draft_model, self.model)
+            beside += self.drafter.cache.kinds
         self.routes = None
         if reports_routing:
             self.no_routing = no_routing(model)
@@ -172,7 +177,8 @@ class NativeEngine(RolloutEngine):
 
     @property
     def weight_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.model.kit.weights)
+        models = [self.model, *([self.drafter.model] if self.drafter is not None else [])]
+        return sum(buffer.nbytes for model in models for buffer in model.kit.weights)
 
     @property
     def longest_row(self) -> int:
@@ -190,6 +196,8 @@ class NativeEngine(RolloutEngine):
             self.graphs.clear()
         self.cache.release()
         self.model.scratch.clear()
+        if self.drafter is not None:
+            self.drafter.model.scratch.clear()
         self._staged_logits = self._staged_hidden = self._staged_logits.new_empty(0)
 
     def wake(self) -> None:
@@ -199,12 +207,18 @@ class NativeEngine(RolloutEngine):
         """See `RolloutEngine.held_bytes`."""
         scratch = self.model.scratch.held_bytes + self._staged_logits.nbytes
         scratch += self.graphs.held_bytes if self.graphs is not None else 0
-        return {"weights": self.model.weight_bytes, "cache": self.cache.held_bytes, "scratch": scratch}
+        weights = self.model.weight_bytes
+        if self.drafter is not None:
+            weights += self.drafter.model.weight_bytes
+            scratch += self.drafter.model.scratch.held_bytes
+        return {"weights": weights, "cache": self.cache.held_bytes, "scratch": scratch}
 
     def close(self) -> None:
         self.sleep()
         self._ledger.lose()
         self.model.release()
+        if self.drafter is not None:
+            self.drafter.model.release()
 
     # ---- generation
 
@@ -288,12 +302,16 @@ class NativeEngine(RolloutEngine):
         return batch.result(self.weight_version)
 
     def _draft_source(self, plan: GenerationPlan, sampling: SamplingParams) -> DraftSource | None:
-        """Return the model's layer for multi-token prediction, if it has one, else what rows repeat."""
+        """Return the model of `engine.draft_model`, else the model's layer for multi-token prediction, if it has one,
+        else what rows repeat."""
         if not plan.drafts:
             return None
+        positions = plan.shape.row_tokens + 1
+        if self.drafter is not None:
+            return self.drafter.source(plan.drafts, plan.slots, positions, sampling)
         if self.model.ahead is not None:
             return AheadDrafts(plan.drafts, plan.slots, self.model, self.cache, sampling)
-        return PromptLookup(plan.drafts, plan.slots, plan.shape.row_tokens + 1, self.device)
+        return PromptLookup(plan.drafts, plan.slots, positions, self.device)
 
     def take_sums(self) -> Sums:
         """See `RolloutEngine.take_sums`."""
@@ -323,9 +341,10 @@ class NativeEngine(RolloutEngine):
             self.stats.decoded_rows += running
         logits += self._admit(plan, batch, heard)  # after decoding: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)
-        if self.model.ahead is not None and plan.drafts:
-            room = self.cache.table.grow(batch.draft_positions())
-            batch.source.read(*batch.fed(torch.cat(heard)), room)
+        if batch.source is not None and batch.source.cached:
+            batch.source.room = self.cache.table.grow(batch.draft_positions())
+        if isinstance(batch.source, AheadDrafts):
+            batch.source.read(*batch.fed(torch.cat(heard)))
         self.stats.steps += 1
         return batch.settle(self._stop_strings(batch, sampling))
 
@@ -381,7 +400,7 @@ class NativeEngine(RolloutEngine):
                 if self._keeps(plan):
                     moves = plan.prefixes.make_way(batch.active + count, plan.pool.least)
                     self._move(moves, plan.prefixes.longest)
-                again = int(self.model.ahead is not None)  # the last token's, once what follows is sampled
+                again = int(batch.source is not None and batch.source.cached)  # the last token's, with what follows
                 self.cache.admit(prompt.staged_at, prompt.length, batch.active, count, again)
                 rows = batch.add(prompt, first, count)
                 if self._keeps(plan):
@@ -413,6 +432,8 @@ class NativeEngine(RolloutEngine):
                 plan.prefixes.used(p.held)
         behind = torch.tensor(held, device=self.device) if any(held) else None
         hidden = self.model.prefill(tokens, staged, routes, self.cache.memories, last + 1, behind)
+        if self.drafter is not None:
+            self.drafter.prefill(tokens, behind)
         self._staged_hidden = hidden[torch.arange(len(chunk), device=self.device), last]
         self._staged_logits = self.model.logits(self._staged_hidden)
         self.stats.prefilled_prompts += len(chunk)

@@ -36,7 +36,7 @@ def engine_from_folder(
     """Return an engine with weight version 0; with a `group`, one of its ranks. Raises CheckpointError or ConfigError
     if the folder holds no model of a known family."""
     shape, how = config_from_hf(folder), {"pad_id": pad_id, "decode": decode, "group": group}
-    if config.draft_tokens and predicts_ahead(open_hf(folder), shape):
+    if config.draft_tokens and not config.draft_model and predicts_ahead(open_hf(folder), shape):
         shape = replace(shape, mtp=MtpConfig(1))
     engine = kind(shape, config, device=device, dtype=dtype, **how)
     fill(engine, folder)
@@ -55,16 +55,17 @@ def fill(engine: NativeEngine, folder: Path) -> None:
     tensors = open_hf(folder, bool(engine.model.cfg.mtp.layers))
     names = check_folder(tensors, engine.model.cfg)
     engine.begin_update(0)
-    engine.update_weights(_read(tensors, names))
+    engine.update_weights(read(tensors, names))
     engine.finish_update()
 
 
-def _read(tensors: HfTensors, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    read = 0
+def read(tensors: HfTensors, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield these tensors of a folder; what was read does not stay this process's memory."""
+    mapped = 0
     for name in names:
         tensor = tensors[name]
-        read += tensor.nbytes
+        mapped += tensor.nbytes
         yield name, tensor
-        if read > _MAPPED:
+        if mapped > _MAPPED:
             tensors.close()
-            read = 0
+            mapped = 0

@@ -325,6 +325,21 @@ class NativeModel:
         """Return float32 logits [M, V] of the M tokens int64 [n, w], or [n], that follow in slots [0, n), at positions
         of this shape, all < longest; hidden states [M, hidden], which they are of, are added to `heard`. `fused`:
         attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few."""
+        hidden = self.decoded(tokens, positions, cache, longest, routes, fused)
+        if heard is not None:
+            heard.append(hidden)
+        return self.logits(hidden)
+
+    def decoded(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        longest: int,
+        routes: Routes | None = None,
+        fused: bool = False,
+    ) -> Tensor:
+        """Return the hidden states of `decode`."""
         step = self._step(positions, cache, longest, fused)
 
         def mix(mixer: Mixer, layer: int, y: Tensor) -> Tensor:
@@ -334,9 +349,7 @@ class NativeModel:
         hidden = self._forward(tokens.flatten(), mix, routing)
         if routes is not None:
             cache.kinds[-1].write(0, step.places[-1], routing.flatten(1)[:, None])
-        if heard is not None:
-            heard.append(hidden)
-        return self.logits(hidden)
+        return hidden
 
     def _step(self, positions: Tensor, cache: SlotCache, longest: int, fused: bool = False) -> DecodeStep:
         places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window

@@ -1,0 +1,121 @@
+"""Drafts from a smaller model with the same tokens (`engine.draft_model`).
+
+It is frozen, and whole on every rank of an engine. Its keys and values stand in the engine's cache beside those of the
+model that it drafts for, in the same pages. So prompts that rows share, rows that are kept between turns, and moves are
+those of that cache. It reads each token that was kept, and writes over drafts that were not. A draft is drawn as the
+model's token will be: by the same rule, with the number of its seed and position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aligner.config.sections.model.config import ModelConfig
+from aligner.engines.native.cache import SlotCache
+from aligner.engines.native.drafts import RowTokens
+from aligner.engines.native.load import read
+from aligner.engines.native.model import NativeModel
+from aligner.engines.native.sampler import sample
+from aligner.errors import CheckpointError, ConfigError
+from aligner.families.hf_config import config_from_hf
+from aligner.models.folder_check import check_folder
+from aligner.models.safetensors_io import open_hf
+from aligner.types import SamplingParams
+
+KEY = "engine.draft_model"
+
+
+def exported(folder: str) -> Path:
+    """Return the Hugging Face folder of a finished run, or the folder itself. Raises ConfigError."""
+    path = Path(folder).expanduser()
+    for each in (path / "hf", path):
+        if (each / "config.json").is_file():
+            return each
+    raise ConfigError(KEY, folder, "a Hugging Face folder (config.json), or a run that has exported one")
+
+
+class DraftModel:
+    """The model of a folder that drafts for `model`, and its cache. Raises ConfigError or CheckpointError."""
+
+    def __init__(self, folder: str, model: NativeModel):
+        path = exported(folder)
+        shape = replace(drafting(folder), kernels=model.cfg.kernels)
+        self.model = NativeModel(shape, model.device, model.dtype)
+        self.vocabulary = min(model.cfg.vocab_size, self.model.cfg.vocab_size)
+        (*sizes, planes), *others = self.model.cached
+        where = model.device, model.dtype
+        self.cache = SlotCache(*sizes, *where, planes, None, [SlotCache(*each[:3], *where) for each in others])
+        tensors = open_hf(path)
+        names = check_folder(tensors, self.model.cfg)
+        self.model.restore()
+        for name, tensor in read(tensors, names):
+            self.model.load(name, tensor)
+
+    def source(self, count: int, slots: int, positions: int, sampling: SamplingParams) -> ModelDrafts:
+        return ModelDrafts(count, slots, positions, self, sampling)
+
+    def prefill(self, tokens: Tensor, held: Tensor | None) -> None:
+        """Read prompts as `NativeModel.prefill` does, beside which they are staged."""
+        self.model.packs.pack()
+        self.model.prefill(self._known(tokens), tuple(each.staged for each in self.cache.kinds), held=held)
+
+    def decoded(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Return hidden states [n, H] of the last tokens of slots [0, n): tokens and positions int64 [n, w]."""
+        reach = min(longest, self.cache.table.shape.row_tokens)
+        hidden = self.model.decoded(self._known(tokens), positions, self.cache, reach)
+        return hidden.view(*tokens.shape, -1)[:, -1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)[:, : self.vocabulary].contiguous()
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Return the tokens, its last one for those that it lacks: two models may pad one vocabulary differently."""
+        return tokens.clamp_max(self.model.cfg.vocab_size - 1)
+
+
+class ModelDrafts(RowTokens):
+    cached = True
+
+    def __init__(self, count: int, slots: int, positions: int, drafter: DraftModel, sampling: SamplingParams):
+        super().__init__(count, slots, positions, drafter.model.device)
+        self._drafter, self._sampling = drafter, sampling
+
+    def follow(self, last: Tensor, longest: int) -> None:
+        """See `DraftSource.follow`. Afterwards it has read what the model has: all but the last token."""
+        self._read(last, longest, 1)
+
+    def draft(self, last: Tensor, longest: int, seeds: Tensor, counts: Tensor) -> Tensor:
+        """See `DraftSource.draft`. All rows have drafts. Of drafts that were all kept it has not read the last one."""
+        if not self.room:
+            self.follow(last, longest)
+            return torch.zeros_like(last, dtype=torch.bool)
+        hidden, drafts = self._read(last, longest, 2), []
+        for ahead in range(self.count):
+            if drafts:
+                positions = last[:, None] + ahead
+                hidden = self._drafter.decoded(drafts[-1][:, None], positions, longest + ahead)
+            drafts.append(sample(self._drafter.logits(hidden), seeds, counts + ahead, self._sampling).tokens)
+        self.drafts[: len(last)] = torch.stack(drafts, 1)
+        return torch.ones_like(last, dtype=torch.bool)
+
+    def _read(self, last: Tensor, longest: int, count: int) -> Tensor:
+        """Read `count` tokens from the one before the last. Return the hidden states of the last of these."""
+        positions = (last[:, None] + torch.arange(-1, count - 1, device=last.device)).clamp_min(0)
+        tokens = self._tokens[: len(last)].gather(1, positions).long()
+        return self._drafter.decoded(tokens, positions, longest)
+
+
+def drafting(folder: str) -> ModelConfig:
+    """Return the shape of the model in a folder that is to draft. Raises ConfigError for one that cannot."""
+    try:
+        shape = config_from_hf(exported(folder))
+    except (ConfigError, CheckpointError) as error:
+        raise ConfigError(KEY, folder, "a language model of a supported family", str(error)) from error
+    if shape.traits.linear or shape.traits.entries:
+        expected = f"a model whose states can go back to the last token that was kept, not of family {shape.family}"
+        raise ConfigError(KEY, folder, expected)
+    return shape
