@@ -16,6 +16,7 @@ from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.vllm import check_model
 from aligner.config.validate import validate_engines, validate_layout
 from aligner.errors import ConfigError
+from aligner.plan.decoding import decode_step, drafting_seconds
 from aligner.plan.devices import GIB, Device, find_device
 from aligner.plan.job import PlanJob, job_of, known_shape
 from aligner.plan.lengths import read_lengths
@@ -25,7 +26,6 @@ from aligner.plan.rows import CRITERIA
 from aligner.plan.sizing import Room, sized
 from aligner.plan.split import splits
 from aligner.plan.sweep import Sweep, widths
-from aligner.plan.times import decode_step, drafting_seconds
 
 FASTER = 0.9  # of the native engine's seconds: a step with vLLM that is worth a line
 

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from aligner.plan.decoding import decode_step
 from aligner.plan.job import PlanJob
-from aligner.plan.times import Machine, PhaseTime, decode_step, prefill_seconds
+from aligner.plan.times import Machine, PhaseTime, prefill_seconds
 
 STEPS, WARM_UP = 24, 8  # of training, and those that do not count
 ROWS = 1024  # of a rollout at most: larger ones are made smaller, and the slots with them
