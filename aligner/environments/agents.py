@@ -3,6 +3,7 @@
 async def run(task: Task, base_url: str, sampling: dict) -> float | dict | None        or `def`
 a command line: {"task", "sampling"} on standard input, OPENAI_BASE_URL, ANTHROPIC_BASE_URL; the last line of its
 output is the result
+with environment.path: the command line runs in the environment's sandbox, whose tests decide the reward
 
 To the trainer an agent is an environment. `reset` starts it, `turn` answers its request; both return its next action:
 {"request", "late", "digest"} or {"end"}. Between them the agent waits for its reply, as long as the engine takes: no
@@ -19,13 +20,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from socket import socket
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.environments.endpoint import Listener, Say, loopback, make_app, new_secret
+from aligner.environments.endpoint import END_S, Listener, Say, loopback, make_app, new_secret
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
-from aligner.environments.tools import Tools, load_agent
+from aligner.environments.tools import load_agent, load_tools
 from aligner.environments.worker import ToolWorker, encoded, number, words
 from aligner.errors import EnvironmentCodeError
 from aligner.foreign import parse_json
@@ -129,7 +131,7 @@ class RunningAgent:
 
 class Agents(ToolWorker):
     def __init__(self, cfg: EnvironmentConfig):
-        super().__init__(cfg, Tools(agent=True), {})
+        super().__init__(cfg, load_tools(cfg), {})
         self.function = load_agent(cfg)
         self.talks: dict[str, RunningAgent] = {}  # by secret; `objects` has them by trajectory
         os.environ.setdefault("OPENAI_API_KEY", "none")  # clients require one
@@ -138,14 +140,14 @@ class Agents(ToolWorker):
 
     async def listen(self) -> None:
         listener = loopback()
-        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._serving = asyncio.create_task(Listener(make_app(self, MAX_REQUEST)).serve(sockets=[listener]))
+        self.app, self.address = make_app(self, MAX_REQUEST), _address(listener)
+        self._serving = asyncio.create_task(Listener(self.app).serve(sockets=[listener]))
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         secret, sampling = new_secret(), request["sampling"]
         task = Task(request["messages"], request["row"], request["seed"])
         visible = {name: sampling[name] for name in ("model", "temperature", "top_p", "max_tokens")}
-        program = asyncio.create_task(self._program(task, f"{self.address}/{secret}/v1", visible))
+        program = asyncio.create_task(self._program(task, secret, visible))
         program.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read: asyncio shall not warn
         talk = self.objects[request["key"]] = self.talks[secret] = RunningAgent(secret, program, sampling)
         return await talk.next()
@@ -191,13 +193,54 @@ class Agents(ToolWorker):
             raise nowhere()
         return self.talks[secret]
 
-    async def _program(self, task: Task, base_url: str, sampling: dict[str, Any]) -> Any:
+    async def _program(self, task: Task, secret: str, sampling: dict[str, Any]) -> Any:
+        base_url = f"{self.address}/{secret}/v1"
         try:
+            if self.tools.kind is not None:
+                return await self._housed(task, secret, sampling)
             if self.function is None:
                 return await _commanded(self.cfg.command, task, base_url, sampling)
             return await _threaded(self.threads.run, self.function, task, base_url, sampling, **self.cfg.args)
         except (SystemExit, KeyboardInterrupt) as error:  # they would end all agents of this process
             raise RuntimeError(words(error)) from None
+
+    async def _housed(self, task: Task, secret: str, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Run a command line in the sandbox of an environment, which decides the reward after it has ended."""
+        environment = await self._called(self.tools.kind, **self.cfg.args)
+        environment.listens, server = True, Listener(self.app, END_S)
+        try:
+            messages = opened(task.messages, await self._opening(environment, task.seed, task.row))
+            serving = asyncio.create_task(server.serve(sockets=[environment.listener]))
+            serving.add_done_callback(lambda _: environment)  # which keeps the socket open until then
+            variables = addresses(f"{_address(environment.listener)}/{secret}/v1")
+            # without the row's columns, which the model could read there
+            data = encoded({"task": asdict(Task(messages, {}, task.seed)), "sampling": sampling})
+            end = await self._called(
+                environment.run_agent, command=self.cfg.command, data=data, environ=variables, turns=self.cfg.max_turns
+            )
+            server.should_exit = True
+            await serving
+            refused = secret not in self.talks or self.talks[secret].refusal is not None
+            if end["status"] and not refused:
+                raise RuntimeError(f"the program ended with exit code {end['status']}: {end['out'][-500:]}")
+            return {"reward": await self._called(environment.get_reward), "ended": end["why"]}
+        finally:
+            server.should_exit = True
+            environment.end_agent()
+
+
+def opened(messages: list[dict[str, Any]], opening: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt with what an environment opens with. A text belongs to the user's last message."""
+    if not isinstance(opening, str):
+        return [*messages, *opening]
+    *before, last = messages
+    if last["role"] != "user":
+        return [*messages, {"role": "user", "content": opening}]
+    return [*before, last | {"content": f"{last['content']}\n\n{opening}"}]
+
+
+def _address(listener: socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def _threaded(run: Callable, function: Callable, *args: Any, **keywords: Any) -> Any:

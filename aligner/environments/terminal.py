@@ -1,7 +1,8 @@
 """A terminal for each trajectory: `environment.path=aligner.environments.terminal:Terminal`.
 
 The model has a shell, a Python and files in a sandbox of its own (aligner/sandbox/terminal.py). At the end its work is
-tested there, with the processes of the agent gone and the system's folders as before.
+tested there, with the processes of the agent gone and the system's folders as before. With `environment.agent` a
+command line is the agent: it runs in the sandbox, and queries the model from there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from socket import socket
 from typing import Any
 
 from aligner.environments.task_folders import TaskFolder, read_task
@@ -20,6 +22,8 @@ from aligner.sandbox.terminal import TerminalLimits, TerminalSandbox, lacks
 
 TEST = "/tests/test.sh"
 ERROR = "error: "  # by which a worker counts calls that failed
+INPUT, AGENT_PORT = "/run/agent.json", 3129  # of an agent's program: its input, and where it reaches the model
+AGENT_WAITS_S = 1e6  # for the model: environment.timeout_s bounds an agent's time between its requests
 REWARD = "/logs/verifier/reward.txt"
 # a test imports neither what lies in the folder of the work nor what the agent has installed for its user
 CLEAN = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": "/tests", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -35,11 +39,21 @@ class Terminal:
 
     memory_mb, processes, disk_mb: of the sandbox. cpu_s, waits_s: of a call. test_s: CPU seconds of the tests.
     output_chars: of a call's text, whose middle is cut. folder: the working directory. hosts: that it reaches by HTTP.
+    readable: files and folders of this machine that are seen, too, but by no test.
     """
 
+    listens = False  # set for an agent's program, before `reset`
+
     def __init__(
-        self, image: str = "", folder: str = "/app", test_s: float = 60.0, hosts: Sequence[str] = (), **limits: Any
+        self,
+        image: str = "",
+        folder: str = "/app",
+        test_s: float = 60.0,
+        hosts: Sequence[str] = (),
+        readable: Sequence[str] = (),
+        **limits: Any,
     ):
+        self._readable = [os.path.abspath(path) for path in ([readable] if isinstance(readable, str) else readable)]
         self._hosts = HostList(hosts) if hosts else None
         self._limits, self._image, self._folder, self._test_s = TerminalLimits(**limits), image, folder, test_s
         self._sandbox: TerminalSandbox | None = None
@@ -47,8 +61,11 @@ class Terminal:
     @classmethod
     def check(cls, **args: Any) -> None:
         """Raise TypeError or an error of the project if there are no such terminals on this machine."""
-        if image := cls(**args)._image:
-            unpacked(image)
+        made = cls(**args)
+        if missing := [path for path in made._readable if not os.path.exists(path)]:
+            raise SandboxError(f"readable={missing[0]}: expected a file or folder of this machine")
+        if made._image:
+            unpacked(made._image)
         if why := lacks():
             raise SandboxError(why)
 
@@ -72,8 +89,10 @@ class Terminal:
         image = self._task.image or self._image
         with _TURN:
             folder = self._task.folder or self._folder
-            online = (OPEN, VARIABLES) if self._hosts else ((), {})
-            self._sandbox = TerminalSandbox(self._limits, unpacked(image) if image else "", folder, *online)
+            ports, variables = (OPEN, VARIABLES) if self._hosts else ((), {})
+            ports += (AGENT_PORT,) if self.listens else ()
+            below = unpacked(image) if image else ""
+            self._sandbox = TerminalSandbox(self._limits, below, folder, ports, variables, self._readable)
             self._end = weakref.finalize(self, self._sandbox.close)
             if self._hosts:
                 Proxy(self._sandbox.listeners[0], self._hosts)
@@ -130,6 +149,24 @@ class Terminal:
             text = sandbox.read(REWARD)
         self._end()
         return _number(text) if text is not None and not result["why"] else float(result["status"] == 0)
+
+    @property
+    def listener(self) -> socket:
+        """A socket for what an agent's program connects to."""
+        return self._open.listeners[-1]
+
+    def run_agent(self, command: Sequence[str], data: bytes, environ: Mapping[str, str], turns: int) -> dict[str, Any]:
+        """Run an agent's program with `data` as its input, while it computes for less than `cpu_s` in each of so many
+        turns. Return {out, status, why}: its output, exit status, and which limit ended it."""
+        sandbox = self._open
+        _expect(sandbox.write({INPUT: data}), "input")
+        with_input = ["bash", "-c", f'exec "$@" < {INPUT}', "agent", *command]
+        return sandbox.run(with_input, self._limits.cpu_s * turns, environ, AGENT_WAITS_S)
+
+    def end_agent(self) -> None:
+        """End all processes at once, while `run_agent` may run in another thread."""
+        if self._sandbox is not None:
+            self._sandbox.kill()
 
     @property
     def _open(self) -> TerminalSandbox:

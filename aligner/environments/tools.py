@@ -6,6 +6,7 @@ class Wordle:
     def turn_reward(self) -> float | None                             optional, after each turn that called tools
     def get_reward(self) -> float | None                              optional, at the end; None: the sample is invalid
     check(**args)                                                     optional class method: refuses environment.args
+    def run_agent, end_agent; listens, listener                       optional, for environment.agent: see Terminal
     done = False                                                      optional: True ends the trajectory
 """
 
@@ -23,7 +24,7 @@ from aligner.environments.openai_api import require_server
 from aligner.errors import AlignerError, EnvironmentCodeError
 from aligner.user_code import load
 
-HOOKS = ("reset", "turn_reward", "get_reward")  # public methods of a class that are not tools
+HOOKS = ("reset", "turn_reward", "get_reward", "run_agent", "end_agent")  # public methods of a class that are not tools
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,21 @@ class Tools:
 
     @property
     def methods(self) -> dict[str, Callable]:
-        members = inspect.getmembers(self.kind, inspect.isfunction) if self.kind is not None else []
+        of_class = self.kind is not None and not self.agent  # an agent has tools of its own
+        members = inspect.getmembers(self.kind, inspect.isfunction) if of_class else []
         return {name: method for name, method in members if not name.startswith("_") and name not in HOOKS}
 
     @property
     def scores(self) -> bool:
         """Whether it has a reward."""
-        return self.agent or self.reward is not None or any(hasattr(self.kind, name) for name in HOOKS[1:])
+        return self.agent or self.reward is not None or any(hasattr(self.kind, name) for name in HOOKS[1:3])
 
 
 def load_agent(cfg: EnvironmentConfig) -> Callable | None:
     """Load the function of environment.agent; None for a command line. Raises EnvironmentCodeError."""
     if not cfg.command:
         return load(cfg.agent, "environment.agent", "function", EnvironmentCodeError, " or a command line")
-    if shutil.which(cfg.command[0]) is None:
+    if not cfg.path and shutil.which(cfg.command[0]) is None:
         expected = f"a command line of a program: `{cfg.command[0]}` was not found"
         raise EnvironmentCodeError(f"environment.agent={cfg.agent!r}: expected {expected}")
     return None
@@ -60,7 +62,7 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
     if cfg.agent:
         require_server(f"environment.agent={cfg.agent}")
         load_agent(cfg)
-        return Tools(agent=True)
+        return Tools(kind=_load_class(cfg) if cfg.path else None, agent=True)
     functions: dict[str, Callable] = {}
     for i, path in enumerate(cfg.tools):
         key = f"environment.tools[{i}]"
@@ -71,20 +73,28 @@ def load_tools(cfg: EnvironmentConfig) -> Tools:
         functions[name] = function
     if not cfg.path:
         return Tools(functions)
-    kind = load(cfg.path, "environment.path", "Class", EnvironmentCodeError)
-    if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
-        expected = "a class with a method reset(self, seed, **row)"
-        raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}, found none in `{kind!r}`")
-    if inspect.ismethod(getattr(kind, "check", None)):
-        try:
-            kind.check(**cfg.args)
-        except (TypeError, AlignerError) as cause:
-            raise EnvironmentCodeError(f"environment.args={cfg.args!r}: {cause}") from cause
+    kind = _load_class(cfg)
     tools = Tools(functions, kind, reward=_load_reward(cfg) if cfg.reward else None)
     if double := sorted(functions.keys() & tools.methods.keys()):
         expected = f"methods of other names than environment.tools: `{double[0]}` is both"
         raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}")
     return tools
+
+
+def _load_class(cfg: EnvironmentConfig) -> type:
+    kind = load(cfg.path, "environment.path", "Class", EnvironmentCodeError)
+    if not inspect.isclass(kind) or not callable(getattr(kind, "reset", None)):
+        expected = "a class with a method reset(self, seed, **row)"
+        raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}, found none in `{kind!r}`")
+    if cfg.agent and not hasattr(kind, "run_agent"):
+        expected = "aligner.environments.terminal:Terminal, or a class derived from it, with environment.agent"
+        raise EnvironmentCodeError(f"environment.path={cfg.path!r}: expected {expected}")
+    if inspect.ismethod(getattr(kind, "check", None)):
+        try:
+            kind.check(**cfg.args)
+        except (TypeError, AlignerError) as cause:
+            raise EnvironmentCodeError(f"environment.args={cfg.args!r}: {cause}") from cause
+    return kind
 
 
 def _load_reward(cfg: EnvironmentConfig) -> Callable:

@@ -55,12 +55,15 @@ class ToolWorker:
     async def _ready(self, request: dict[str, Any]) -> None:
         """Answer when the inputs are read."""
 
-    async def _reset(self, request: dict[str, Any]) -> str | list[dict[str, str]]:
+    async def _reset(self, request: dict[str, Any]) -> Any:
         """Return the text or the messages with which an environment opens."""
         if self.tools.kind is None:
             return []
         environment = self.objects[request["key"]] = await self._called(self.tools.kind, **self.cfg.args)
-        row = {"seed": request["seed"]} | {k: v for k, v in request["row"].items() if k != "seed"}
+        return await self._opening(environment, request["seed"], request["row"])
+
+    async def _opening(self, environment: Any, seed: int, row: dict[str, Any]) -> str | list[dict[str, Any]]:
+        row = {"seed": seed} | {k: v for k, v in row.items() if k != "seed"}
         taken = inspect.signature(environment.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             row = {name: value for name, value in row.items() if name in taken}

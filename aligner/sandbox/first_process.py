@@ -61,7 +61,7 @@ class FirstProcess:
         self.alone: shells.ShellProcess | None = None  # for one request
         self.output, self.writes = os.pipe()
         os.set_blocking(self.output, False)
-        self.root = RootFolder(job["image"], job["paths"], job["disk_bytes"])
+        self.root = RootFolder(job["image"], job["paths"], job["disk_bytes"], job["readable"])
         self.confinement = shells.Confinement(job, self.root.path, job["environ"])
         os.makedirs(self.root.path + job["folder"], exist_ok=True)
 

@@ -2,7 +2,8 @@
 
     /image     the image, or a frame for parts of this machine, read-only
     /rw        the changes, of a limited size
-    /root      both, with /proc and /dev: all that the programs of the terminal see
+    /readable  further paths of this machine, read-only
+    /root      all of it, with /proc and /dev: all that the programs of the terminal see
 
 Imports nothing of the package.
 """
@@ -44,10 +45,10 @@ def _done(what: str, code: int) -> None:
 class RootFolder:
     """The file system at `path`. It leaves no way to the files of this machine but those in `paths` of the job."""
 
-    def __init__(self, image: str, paths: list[str], disk_bytes: int):
+    def __init__(self, image: str, paths: list[str], disk_bytes: int, readable: list[str]):
         base, self.path, self.paths, self._composed = "/proc", "/root", [] if image else paths, 0
         mount("tmpfs", base, "tmpfs", MS_NOSUID, "size=1m,mode=755")
-        for name in ("image", "rw", "root", "proc", "dev", "old"):
+        for name in ("image", "rw", "root", "proc", "dev", "old", "readable"):
             os.mkdir(f"{base}/{name}")
         mount("tmpfs", f"{base}/rw", "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},nr_inodes={INODES},mode=755")
         for name in ("changes", "removed", "shm"):
@@ -57,6 +58,10 @@ class RootFolder:
             _read_only(f"{base}/image")
         else:
             _frame(f"{base}/image", paths)
+        for i, path in enumerate(readable):
+            _point(f"{base}/readable/{i}", os.path.isdir(path))
+            mount(path, f"{base}/readable/{i}", None, MS_BIND | MS_REC)
+            _read_only(f"{base}/readable/{i}")
         _devices(f"{base}/dev")
         mount(f"{base}/rw/shm", f"{base}/dev/shm", None, MS_BIND)
         mount("proc", f"{base}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -65,6 +70,9 @@ class RootFolder:
         os.chdir("/")
         _done("umount", _libc.umount2(b"/old", MNT_DETACH))
         self.compose()
+        for i, path in enumerate(readable):  # not after `renew`: a program could put a link in its way
+            _point(self.path + path, os.path.isdir(f"/readable/{i}"))
+            mount(f"/readable/{i}", self.path + path, None, MS_BIND | MS_REC)
         for name in ("tmp", "root", "run", "logs"):  # before any program could put a link there
             os.makedirs(f"{self.path}/{name}", exist_ok=True)
 
@@ -104,11 +112,8 @@ def _frame(folder: str, paths: list[str]) -> None:
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
             os.symlink(os.readlink(path), target)
-        elif os.path.isdir(path):
-            os.makedirs(target, exist_ok=True)
         else:
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            os.close(os.open(target, os.O_CREAT))
+            _point(target, os.path.isdir(path))
     paths[:] = [path for path in paths if not os.path.islink(path)]
     for path in paths:
         mount(path, folder + path, None, MS_BIND | MS_REC)
@@ -119,6 +124,13 @@ def _frame(folder: str, paths: list[str]) -> None:
             file.write(text)
     for name in ("tmp", "root", "run", "logs", "tests", "proc", "dev", "var", "home", "opt"):
         os.makedirs(f"{folder}/{name}", exist_ok=True)
+
+
+def _point(path: str, folder: bool) -> None:
+    """Make a folder or a file on which another can be mounted."""
+    os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
+    if not folder and not os.path.exists(path):
+        os.close(os.open(path, os.O_CREAT))
 
 
 def _devices(folder: str) -> None:

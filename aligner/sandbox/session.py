@@ -79,6 +79,10 @@ class ProgramSession:
         while self.running:
             self.next()
 
+    def kill(self) -> None:
+        """End it while another thread waits for it, which then gets an error."""
+        self._process.kill()
+
     def close(self) -> None:
         """Close the pipes, at which the process ends its child and itself, and reap it."""
         process = self._process

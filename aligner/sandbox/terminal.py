@@ -26,7 +26,7 @@ from aligner.errors import SandboxError
 from aligner.foreign import parse_json
 from aligner.sandbox.refusals import explained, kernel
 from aligner.sandbox.run import readable_paths
-from aligner.sandbox.session import ProgramSession
+from aligner.sandbox.session import SILENT_S, ProgramSession
 
 FIRST = Path(__file__).with_name("first_process.py")
 NAMESPACES = ("--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
@@ -53,7 +53,7 @@ class TerminalSandbox:
     """A sandbox of one trajectory. Raises SandboxError if it fails, which is no fault of the agent.
 
     `ports`: of its loopback, at which this process answers by `listeners`, sockets that were made there. `environ`:
-    further variables of its programs.
+    further variables of its programs. `readable`: further paths of this machine, which programs see until `renew`.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class TerminalSandbox:
         folder: str = "/app",
         ports: Sequence[int] = (),
         environ: Mapping[str, str] = MappingProxyType({}),
+        readable: Sequence[str] = (),
     ):
         self.limits, self.folder, self.listeners = limits, folder, []
         program = shutil.which("unshare")
@@ -86,6 +87,7 @@ class TerminalSandbox:
             "processes": limits.processes,
             "output_bytes": limits.output_chars,
             "ports": list(ports),
+            "readable": list(readable),
         }
         python = [os.path.realpath(sys._base_executable), "-s", "-S", str(FIRST)]
         try:
@@ -131,10 +133,16 @@ class TerminalSandbox:
         """End all processes, and take the system's folders from the image again. Files of other folders stay."""
         self._ask(do="renew")
 
-    def run(self, command: Sequence[str], cpu_s: float, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Run a program to its end."""
+    def run(
+        self, command: Sequence[str], cpu_s: float, environ: Mapping[str, str], waits_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Run a program to its end. waits_s: 0 for as much as cpu_s."""
         ask = {"do": "run", "command": list(command), "environ": self.environ | dict(environ), "folder": self.folder}
-        return self._ask(**ask, cpu_s=cpu_s, waits_s=cpu_s)
+        return self._ask(**ask, cpu_s=cpu_s, waits_s=waits_s or cpu_s)
+
+    def kill(self) -> None:
+        """End it while another thread runs a program in it, which then gets an error."""
+        self._session.kill()
 
     def close(self) -> None:
         """End it; nothing of it is left."""
@@ -148,6 +156,7 @@ class TerminalSandbox:
         """Return {out, status, why}."""
         own = request["do"] not in ("bash", "python", "run")
         limits = {"cpu_s": OWN_S, "waits_s": OWN_S} if own else asdict(self.limits)
+        self._session.silent_s = SILENT_S + {**limits, **request}["waits_s"]
         self._session.tell(json.dumps({**limits, **request}).encode())
         answer = self._session.next()
         assert isinstance(answer, bytes)

@@ -454,6 +454,8 @@ grpo ; reward.judges=[{question: '{response}', model: ., endpoint: {base_url: u,
 grpo ; reward.judges=[{question: '{response}', votes: 2}] => reward.judges[].votes
 grpo ; reward.judges=[{question: '{response}', question_file: x}] => reward.judges[].question_file
 grpo ; environment={agent: 'a:b', path: 'a:b'} => environment.agent
+grpo ; environment={agent: 'a b', tools: ['a:b']} => environment.agent
+grpo ; environment={agent: 'a b', path: 'a:b', reward: 'a:b'} => environment.reward
 grpo ; environment={tools: ['a:b'], reward: 'a:b'} => environment.reward
 sft ; data.sources=[{path: README.md}] => data.train
 sft ; ptx.coef=0.1 => ptx.data.train

@@ -340,5 +340,5 @@ def test_bad_agents_are_reported_before_anything_starts():
     }.items():
         with pytest.raises(EnvironmentCodeError, match=words):
             load_agent(EnvironmentConfig(agent=agent))
-    with pytest.raises(ConfigError, match=r"environment\.agent=.*empty with path or tools"):
+    with pytest.raises(ConfigError, match=r"environment\.agent=.*a command line with path"):
         replace(EnvironmentConfig(agent=f"{FILE}:asks"), path="a.py:B")

@@ -19,7 +19,9 @@ CALL_FORMATS += ("gemma4", "lfm2")
 class EnvironmentConfig(Section, key="environment"):
     path: str = key("", "Class of the environment: module:Class or path.py:Class. Empty: none.")
     agent: str = key(
-        "", "Agent that queries the model: module:function, path.py:function or a command line. Empty: none."
+        "",
+        "Agent that queries the model: module:function, path.py:function or a command line, which runs in the "
+        "sandbox of path, if there is one. Empty: none.",
     )
     args: dict[str, Any] = key({}, "Arguments of the class, or additional ones of the agent's function.")
     tools: list[str] = key([], "Functions that the model may call: module:function or path.py:function.")
@@ -55,7 +57,9 @@ class EnvironmentConfig(Section, key="environment"):
     )
 
     RULES = rules("""
-path or tools => agent = | with path or tools: an agent brings its own
+tools => agent = | with tools: an agent brings its own
+path agent !command => agent | a command line with path: it runs in the environment's sandbox, a function does not
+agent => reward = | with agent: it has a reward of its own, or path's
 !path => reward = | without environment.path: there is no environment to score
 """)
 

@@ -1,0 +1,108 @@
+"""Agents that are command lines, in the sandbox of their task: what they reach, who decides, what is left."""
+
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aligner.answers import AnswerLog
+from aligner.config.sections.environment import EnvironmentConfig
+from aligner.environments.pool import Pool, Session
+from aligner.environments.tools import load_tools, schemas
+from aligner.errors import EnvironmentCodeError
+from aligner.sandbox.terminal import lacks
+from tests.environments.test_agents import first, reply
+
+pytest.importorskip("uvicorn")
+pytestmark = pytest.mark.skipif(bool(why := lacks()), reason=str(why))
+AGENT = Path(__file__).parents[1] / "assets" / "sandboxed_agent.py"
+TERMINAL = "aligner.environments.terminal:Terminal"
+ROW = {"files": {"a.txt": "one two"}, "tests": "grep -q three a.txt", "instruction": "Replace it.", "answer": "x"}
+
+
+def config(agent=f"python3 {AGENT}", **args) -> EnvironmentConfig:
+    args = {"readable": [str(AGENT)], "cpu_s": 0.5} | args
+    return EnvironmentConfig(path=TERMINAL, agent=agent, args=args, workers=1, retries=1, max_turns=2, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("answers")
+
+
+def opened(folder) -> Pool:
+    log = AnswerLog(folder, 0)
+    log.begin(1)
+    return Pool(config(), [], log)
+
+
+@pytest.fixture(scope="module")
+def pool(folder):
+    return opened(folder)
+
+
+def play(pool, key, *texts):
+    """Return the events of an agent whose model says these texts."""
+    session = Session(key, 7, dict(ROW))
+    events = [first(pool, session)]
+    for text in texts:
+        events.append(reply(pool, session, events[-1], text))
+    return session, events
+
+
+def shown(event):
+    return event["value"]["request"]["messages"][-1]["content"]
+
+
+def test_an_agent_works_in_the_sandbox_and_the_tests_decide(pool, folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reach = f"(exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}) 2>&- && echo net"
+        look = f"{reach}; touch {AGENT} 2>&- && echo written; ls; ls /tests"
+        texts = (look, "sed -i s/two/three/ a.txt", "ls /proc | grep -c '^[0-9]'; echo done")
+        _, events = play(pool, "works", *texts)
+    opening = events[0]["value"]["request"]["messages"]
+    assert [message["content"] for message in opening] == ["q\n\nReplace it.", "{}"]  # no column of the row
+    assert shown(events[1]) == "a.txt\n"
+    assert events[-1]["value"] == {"end": 1.0, "value": {"reward": 1.0, "ended": ""}}
+    again = opened(folder)  # as after a kill: nobody is asked
+    session, recorded = play(again, "works", *texts)
+    assert session.process is None and recorded == events
+    forged = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"
+    assert play(pool, "forges", forged, "echo done")[1][-1]["value"]["end"] == 0.0
+
+
+def test_an_agent_that_fails_is_restarted_and_one_that_is_refused_is_tested(pool):
+    _, events = play(pool, "fails", "echo fail")
+    assert events[-1]["failed"] == "raised" and events[-1]["retried"] == 1 and "exit code 3" in events[-1]["text"]
+    session, _ = play(pool, "refused", "sed -i s/two/three/ a.txt")
+    assert pool.ask(session, "score", why="no more", code="budget_of_turns").result(300)["value"] == 1.0
+
+
+def test_limits_end_an_agent_and_the_tests_decide(pool):
+    value = play(pool, "computes", "sed -i s/two/three/ a.txt; while :; do :; done")[1][-1]["value"]
+    assert value["end"] == 1.0 and value["value"]["ended"].startswith("it computed for 1 s")
+
+
+def test_nothing_is_left_of_an_agent_whose_trajectory_ends(pool):
+    session = Session("left", 7, dict(ROW))
+    event = first(pool, session)
+    body = {"choices": [{"message": {"content": "sleep 424242"}}]}
+    asked = pool.ask(session, "turn", digest=event["value"]["digest"], body=body)
+    until = time.monotonic() + 120
+    sleeps = lambda: [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "424242"]]  # noqa: E731
+    while not sleeps():
+        assert time.monotonic() < until and not asked.done(), event
+    pool.forget(session)
+    while sleeps():
+        assert time.monotonic() < until
+
+
+def test_what_cannot_be_an_agents_environment_is_refused_before_a_run():
+    assert schemas(load_tools(config())) == []
+    with pytest.raises(EnvironmentCodeError, match=r"readable=/no/such: expected a file or folder"):
+        load_tools(config(readable="/no/such"))
+    other = EnvironmentConfig(path="tests/assets/environments.py:Guess", agent="a b")
+    with pytest.raises(EnvironmentCodeError, match=r"environment\.path=.*expected aligner.*Terminal"):
+        load_tools(other)
