@@ -225,13 +225,20 @@ def test_turns_continue_rows_that_had_drafts_and_their_tokens_are_heard_as_they_
     assert sum(map(len, heard)) > 0.5 * sum(map(len, outputs))
 
 
-def test_graphs_of_steps_with_drafts():
-    plain, engine = (make(LLAMA, draft_tokens=n) for n in (0, COUNT))
+@pytest.mark.parametrize("source", ["lookup", "model"])
+def test_graphs_of_steps_with_drafts(source):
+    plain, engine = (SOURCES[source](draft_tokens=n) for n in (0, COUNT))
     engine.graphs = DecodeGraphs(engine.model, CpuRecorder(), 512)
+    if source == "model":
+        engine.drafter.graphs = DecodeGraphs(engine.drafter.model, CpuRecorder(), 512)
     wanted = plain.generate(PROMPTS, seeds_for(PROMPTS, 4), SAMPLING)
     for _ in range(2):
         agree(engine.generate(PROMPTS, seeds_for(PROMPTS, 4), SAMPLING), wanted)
-    assert {width for _, width, _ in engine.graphs._graphs} == {1, 1 + COUNT} and engine.graphs._record.replayed
+    assert {width for _, width, _ in engine.graphs._graphs} >= {1 + COUNT}
+    if source == "model":
+        assert {width for _, width, _ in engine.drafter.graphs._graphs} == {1, 2}
+        assert engine.drafter.graphs._record.replayed
+    assert engine.graphs._record.replayed
     saved(engine, plain)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.drafts import RowTokens
+from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.load import read
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.sampler import sample
@@ -45,6 +46,7 @@ class DraftModel:
         path = exported(folder)
         shape = replace(drafting(folder), kernels=model.cfg.kernels)
         self.model = NativeModel(shape, model.device, model.dtype)
+        self.graphs: DecodeGraphs | None = None  # of its steps
         self.vocabulary = min(model.cfg.vocab_size, self.model.cfg.vocab_size)
         (*sizes, planes), *others = self.model.cached
         where = model.device, model.dtype
@@ -63,14 +65,28 @@ class DraftModel:
         self.model.packs.pack()
         self.model.prefill(self._known(tokens), tuple(each.staged for each in self.cache.kinds), held=held)
 
-    def decoded(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Return hidden states [n, H] of the last tokens of slots [0, n): tokens and positions int64 [n, w]."""
-        reach = min(longest, self.cache.table.shape.row_tokens)
-        hidden = self.model.decoded(self._known(tokens), positions, self.cache, reach)
-        return hidden.view(*tokens.shape, -1)[:, -1]
+    def read(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Read tokens of slots [0, n) at positions, int64 [n, w] each. Return their hidden states, or logits where they
+        come with them, [n * w, ...]."""
+        step = self.model.decoded if self.graphs is None else self.graphs.decode
+        return step(self._known(tokens), positions, self.cache, min(longest, self.cache.table.shape.row_tokens))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)[:, : self.vocabulary].contiguous()
+    def logits(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Return float32 logits [n, V] of the last tokens that `read` reads."""
+        last = self.read(tokens, positions, longest).view(*tokens.shape, -1)[:, -1]
+        logits = self.model.logits(last) if self.graphs is None else last
+        return logits[:, : self.vocabulary].contiguous()
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of intermediates."""
+        return self.model.scratch.held_bytes + (self.graphs.held_bytes if self.graphs is not None else 0)
+
+    def sleep(self) -> None:
+        """Release the intermediates. The weights stay: no refit brings them."""
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.model.scratch.clear()
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Return the tokens, its last one for those that it lacks: two models may pad one vocabulary differently."""
@@ -86,27 +102,27 @@ class ModelDrafts(RowTokens):
 
     def follow(self, last: Tensor, longest: int) -> None:
         """See `DraftSource.follow`. Afterwards it has read what the model has: all but the last token."""
-        self._read(last, longest, 1)
+        self._drafter.read(*self._behind(last, 1), longest)
 
     def draft(self, last: Tensor, longest: int, seeds: Tensor, counts: Tensor) -> Tensor:
         """See `DraftSource.draft`. All rows have drafts. Of drafts that were all kept it has not read the last one."""
         if not self.room:
             self.follow(last, longest)
             return torch.zeros_like(last, dtype=torch.bool)
-        hidden, drafts = self._read(last, longest, 2), []
+        tokens, positions = self._behind(last, 2)
+        drafts: list[Tensor] = []
         for ahead in range(self.count):
             if drafts:
-                positions = last[:, None] + ahead
-                hidden = self._drafter.decoded(drafts[-1][:, None], positions, longest + ahead)
-            drafts.append(sample(self._drafter.logits(hidden), seeds, counts + ahead, self._sampling).tokens)
+                tokens, positions = drafts[-1][:, None], last[:, None] + ahead
+            logits = self._drafter.logits(tokens, positions, longest + ahead)
+            drafts.append(sample(logits, seeds, counts + ahead, self._sampling).tokens)
         self.drafts[: len(last)] = torch.stack(drafts, 1)
         return torch.ones_like(last, dtype=torch.bool)
 
-    def _read(self, last: Tensor, longest: int, count: int) -> Tensor:
-        """Read `count` tokens from the one before the last. Return the hidden states of the last of these."""
+    def _behind(self, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` tokens from the one before the last, and their positions."""
         positions = (last[:, None] + torch.arange(-1, count - 1, device=last.device)).clamp_min(0)
-        tokens = self._tokens[: len(last)].gather(1, positions).long()
-        return self._drafter.decoded(tokens, positions, longest)
+        return self._tokens[: len(last)].gather(1, positions).long(), positions
 
 
 def drafting(folder: str) -> ModelConfig:

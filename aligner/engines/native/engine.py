@@ -115,6 +115,8 @@ class NativeEngine(RolloutEngine):
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
         captures = on_gpu and config.captures_of(model.moe.num_experts) and not model.mtp.layers
         self.graphs = DecodeGraphs(self.model, CudaRecorder(), config.max_batch) if captures else None
+        if self.drafter is not None and on_gpu and config.captures_of(self.drafter.model.cfg.moe.num_experts):
+            self.drafter.graphs = DecodeGraphs(self.drafter.model, CudaRecorder(), config.max_batch)
         self.keeps_rows = memories is None  # earlier ones are not kept
         self.stats = EngineStats()
         self._totals = EngineStats()  # since `take_sums`
@@ -197,7 +199,7 @@ class NativeEngine(RolloutEngine):
         self.cache.release()
         self.model.scratch.clear()
         if self.drafter is not None:
-            self.drafter.model.scratch.clear()
+            self.drafter.sleep()
         self._staged_logits = self._staged_hidden = self._staged_logits.new_empty(0)
 
     def wake(self) -> None:
@@ -210,7 +212,7 @@ class NativeEngine(RolloutEngine):
         weights = self.model.weight_bytes
         if self.drafter is not None:
             weights += self.drafter.model.weight_bytes
-            scratch += self.drafter.model.scratch.held_bytes
+            scratch += self.drafter.held_bytes
         return {"weights": weights, "cache": self.cache.held_bytes, "scratch": scratch}
 
     def close(self) -> None:
