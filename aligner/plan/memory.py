@@ -52,6 +52,7 @@ ITEMS = {
     "heads": ("the teachers' output matrices", "parallel.tensor, algorithm.distill.top_k"),
     "judges": ("the weights of reward.judges", "engine.tensor_parallel, engine.dtype"),
     "engine weights": ("the engine's weights", "engine.tensor_parallel, engine.dtype"),
+    "draft model": ("the model of engine.draft_model", "engine.dtype"),
     "kv cache": ("the engine's KV cache", "engine.kv_cache_bytes, engine.max_batch"),
     "prefill": ("prefill", "engine.tensor_parallel"),
     "sampling": ("logits being sampled", "engine.max_batch"),
@@ -153,7 +154,8 @@ def _made_engine(job: PlanJob) -> float:
     the first refit, and each layer's experts before the next layer's are made."""
     m, engine = job.policy.shape, job.engine
     assert engine is not None
-    whole = engine_items(job)[0]["engine weights"]
+    kept = engine_items(job)[0]
+    whole = kept["engine weights"] + kept.get("draft model", 0.0)
     if engine.reserved:
         return whole * engine.early
     matrices = (1 + m.mlp_parts) * m.expert_ffn * m.expert_hidden if m.moe.num_experts else 0

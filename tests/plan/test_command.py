@@ -315,13 +315,16 @@ def test_a_layer_that_drafts_takes_memory_and_time(capsys):
         assert main([*job, *drafts, *options]) == 0
         plans[name] = json.loads(capsys.readouterr().out)
     lookup, layer, smaller = (plan["memory"]["generate"]["items"] for plan in plans.values())
+    assert smaller["engine weights"] == lookup["engine weights"]
     shape = replace(compose(["model=glm4.7_flash"]).model, mtp=MtpConfig(1))
     own = [tensor for tensor in hf_tensors(shape) if tensor.spec.canonical.startswith("ahead.")]
     share = sum((high - low) * t.entry_numel for t in own for low, high in [t.interval(4, 0)])
     assert layer["engine weights"] - lookup["engine weights"] == pytest.approx(2 * share, rel=1e-3)
     assert layer["kv cache"] / lookup["kv cache"] == pytest.approx(1 + 1 / shape.num_layers)
     own = compose(["model=qwen3_0.6b"]).model  # whole on each GPU
-    assert smaller["engine weights"] - lookup["engine weights"] == pytest.approx(2 * parameters(own), rel=1e-3)
+    assert smaller["draft model"] == pytest.approx(2 * parameters(own), rel=1e-3)
+    update = plans["model"]["memory"]["update"]["items"]  # it stays where the engine's weights go
+    assert update["draft model"] == smaller["draft model"] and "engine weights" not in update
     ratio = kv_bytes(own, 2) / kv_bytes(shape, 2, 4) * (1 + 1 / shape.num_layers)
     assert smaller["kv cache"] / lookup["kv cache"] == pytest.approx(1 + ratio, rel=0.02)
     lookup, layer, smaller = (plan["time"]["generate"]["parts"] for plan in plans.values())
