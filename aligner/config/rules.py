@@ -158,7 +158,7 @@ model.mtp.layers => parallel.pipeline =1
 stage.name=dpo|kto|online_dpo|rm => model.mtp.layers =0
     | for stage {stage.name}: sft, distill, grpo and ppo train such a layer
 stage.name=sample !engine.reads_ahead => model.mtp.layers =0
-    | for stage sample, which trains nothing | Its native engine drafts with one: set engine.draft_tokens.
+    | for stage sample, which trains nothing | Its engine drafts with one: set engine.draft_tokens.
 model.passes_beside => parallel.pipeline =1
     | with model.attention.kv_shared_layers={model.attention.kv_shared_layers} and
     model.layer_input_size={model.layer_input_size}: stages pass hidden states alone

@@ -317,6 +317,7 @@ sft ; model=glm5 ; model.mtp.layers=1 => model.mtp.layers
 sft ; model=deepseek_v3 ; model.mtp.layers=1 ; model.lora.rank=2 => model.mtp.layers
 dpo ; model=deepseek_v3 ; model.mtp.layers=1 => model.mtp.layers
 sample ; model=deepseek_v3 ; model.mtp.layers=1 => model.mtp.layers
+sample ; model=deepseek_v3 ; model.mtp.layers=1 ; engine=vllm => model.mtp.layers
 sft@2 ; model=deepseek_v3 ; model.mtp.layers=1 ; parallel.pipeline=2 => parallel.pipeline
 sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel={pipeline: 2, stage_layers: [39, 39]}
     => parallel.stage_layers

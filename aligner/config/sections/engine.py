@@ -65,9 +65,9 @@ class EngineConfig(Section, key="engine"):
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
     draft_tokens: int = key(
         0,
-        "Tokens that native or vllm draft for each row from what it repeats (prompt lookup), native with the layer of "
-        "model.mtp.layers if it has one, to save decode steps. Samples of native stay the same, while rows x (1 + "
-        "draft_tokens) <= max_batch; of vllm they keep their distribution.",
+        "Tokens that native or vllm draft for each row, to save decode steps: with the layer of model.mtp.layers, else "
+        "from what the row repeats (prompt lookup). Samples of native stay the same, while rows x (1 + draft_tokens) "
+        "<= max_batch; of vllm they keep their distribution.",
         least=0,
         rollouts=False,
     )
@@ -123,7 +123,7 @@ class EngineConfig(Section, key="engine"):
     @property
     def reads_ahead(self) -> bool:
         """Whether it drafts with the model's layer for multi-token prediction, if there is one."""
-        return bool(self.draft_tokens) and self.can.computes_here and not self.draft_model
+        return bool(self.draft_tokens) and not self.draft_model
 
     @property
     def captures(self) -> bool:

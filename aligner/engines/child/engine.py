@@ -205,6 +205,7 @@ class ChildEngine(RolloutEngine):
             args=self.options.args,
             routed_layers=() if self.no_routing is None else tuple(self.cfg.layers_of("sparse")),
             draft_tokens=self.config.draft_tokens,
+            drafts_ahead=bool(self.cfg.mtp.layers),
         )
 
     def _call(

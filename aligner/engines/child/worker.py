@@ -60,6 +60,7 @@ class Settings:
     lasting: bool = False  # a bucket stays in the memory until the update has ended
     routed_layers: tuple[int, ...] = ()  # of which generations name each token's experts
     draft_tokens: int = 0  # that are drafted for a row, where the package does that
+    drafts_ahead: bool = False  # by the model's layer for multi-token prediction
 
     @property
     def max_num_tokens(self) -> int:

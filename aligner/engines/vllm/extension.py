@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,11 @@ class Extension:
         self.aligner_buffer = memory.tensor(self.model_runner.device.index or 0)
         self.aligner_lasting = lasting
         model = self.model_runner.get_model()
+        self.aligner_models = [(model, self.model_config)]
+        self.aligner_ahead = getattr(self.model_runner, "get_draft_model", lambda: None)()
+        if self.aligner_ahead is not None:  # which has embedding and output matrix of the model
+            draft = self.vllm_config.speculative_config.draft_model_config
+            self.aligner_models.append((self.aligner_ahead, draft))
         self.aligner_stacks = _stacks_experts(model)
         self.aligner_sinks = {name: p for name, p in model.named_parameters() if name.endswith(".sinks")}
         _take_single_projections(model)
@@ -38,11 +45,12 @@ class Extension:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         with set_current_vllm_config(self.vllm_config):
-            if self.aligner_loading:  # tensors of an abandoned update would count as loaded
-                finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
-            initialize_layerwise_reload(self.model_runner.get_model())
-        if self.model_runner.device.type == "cpu":
-            _forget_packed_experts(self.model_runner.get_model())
+            for model, config in self.aligner_models if self.aligner_loading else ():
+                finalize_layerwise_reload(model, config)  # tensors of an abandoned update would count as loaded
+            for model, _ in self.aligner_models:
+                initialize_layerwise_reload(model)
+                if self.model_runner.device.type == "cpu":
+                    _forget_packed_experts(model)
         self.aligner_loading = True
         self.aligner_pairs: dict[str, dict[str, Tensor]] = {}
 
@@ -53,11 +61,12 @@ class Extension:
         if not self.aligner_loading:
             raise RefitError("a bucket came outside of an update")
         sums = checksums(slots, self.aligner_buffer) if hashed else {}
+        model, ahead = self.model_runner.get_model(), self.aligner_ahead
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            if ahead is not None and (own := _of_layer_ahead(slots, model.config, ahead.config)):
+                ahead.load_weights(self._aligner_tensors(own))
             tensors = self._aligner_tensors(slots)
-            self.model_runner.get_model().load_weights(
-                self._aligner_stacked(tensors) if self.aligner_stacks else tensors
-            )
+            model.load_weights(self._aligner_stacked(tensors) if self.aligner_stacks else tensors)
         if self.aligner_buffer.is_cuda:
             torch.cuda.synchronize()
         return sums
@@ -98,11 +107,11 @@ class Extension:
 
         if not self.aligner_loading:
             raise RefitError("finish came outside of an update")
-        model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(model, self.model_config)
+            for model, config in self.aligner_models:
+                finalize_layerwise_reload(model, config)
             if self.model_runner.device.type == "cpu":
-                _pack_tied_head(model)
+                _pack_tied_head(self.model_runner.get_model())
         gc.collect()
         if self.model_runner.device.type == "cuda":  # the trainer shares the device
             torch.cuda.synchronize()
@@ -120,6 +129,14 @@ class Extension:
             return
         plain = type(self.model_runner.sampler).compute_logprobs
         self.model_runner.sampler.compute_logprobs = lambda logits: plain(logits / temperature)
+
+
+def _of_layer_ahead(slots: list[Slot], config: Any, ahead: Any) -> list[Slot]:
+    """Return tensors of the layer for multi-token prediction, with the layer's number in the config of the model that
+    drafts: some of vLLM's count their layers from 0."""
+    before, after = (f"model.layers.{count}." for count in (config.num_hidden_layers, ahead.num_hidden_layers))
+    own = (slot for slot in slots if slot.name.startswith(before))
+    return [replace(slot, name=after + slot.name.removeprefix(before)) for slot in own]
 
 
 def _stacks_experts(model: torch.nn.Module) -> bool:

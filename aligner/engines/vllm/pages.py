@@ -40,6 +40,7 @@ class Pages:
         multiple that holds a state. `states`: of a row, in each linear layer."""
         token = dtype.itemsize * _numbers(model, ranks)
         linear, layers, others = model.linear, len(model.layers_of("linear")), len(model.layers_of("attention"))
+        others += model.mtp.layers
         if not layers:
             return cls(block, block * (others * token + _indexed(model)), 1, 1)
         state = 4 * linear.value_heads * linear.value_head_dim * linear.key_head_dim

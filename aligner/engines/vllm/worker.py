@@ -71,9 +71,12 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def drafter(settings: Settings) -> dict[str, Any] | None:
-    """Return what drafts: the text of each row, as in the native engine."""
+    """Return what drafts, as in the native engine: the model's own layer or the text of each row."""
     if not settings.draft_tokens:
         return None
+    if settings.drafts_ahead:
+        chosen = {} if torch.cuda.is_available() else {"attention_backend": "CPU_MLA"}  # as of the model
+        return {"method": "mtp", "num_speculative_tokens": settings.draft_tokens} | chosen
     lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     return lookup | {"num_speculative_tokens": settings.draft_tokens}
 
@@ -94,14 +97,21 @@ def import_vllm() -> Any:
     return vllm
 
 
-def import_architectures(api: Any, folder: str) -> None:
-    """Import the architectures in the config.json of `folder`, on a CPU. Otherwise vLLM inspects them in a separate
-    process, to avoid starting CUDA here, which takes as long again as its own start."""
+def import_architectures(api: Any, folder: str, drafts_ahead: bool = False) -> None:
+    """Import the architectures in the config.json of `folder`, on a CPU, and that of its layer for multi-token
+    prediction. Otherwise vLLM inspects them in a separate process, to avoid starting CUDA here, which takes as long
+    again as its own start."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         models = api.ModelRegistry.models
-        for name in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures", ()):
+        names = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures", [])
+        if drafts_ahead:
+            from vllm.config import SpeculativeConfig
+            from vllm.transformers_utils.config import get_config
+
+            names += SpeculativeConfig.hf_config_override(get_config(folder, False)).architectures
+        for name in names:
             if name in models:  # vLLM says which it has
                 api.ModelRegistry.register_model(name, models[name].load_model_cls())
 
@@ -162,7 +172,7 @@ class VllmWorker(RankWorker):
 
     def _start(self, settings: Settings) -> None:
         self.api = import_vllm()
-        import_architectures(self.api, settings.folder)
+        import_architectures(self.api, settings.folder, bool(settings.draft_tokens) and settings.drafts_ahead)
         from vllm.engine.arg_utils import EngineArgs
 
         if self.line is not None:
@@ -227,6 +237,7 @@ class VllmWorker(RankWorker):
     ) -> list[Row] | None:
         """Return a row per (prompt, seed), on the first rank; None if it was aborted."""
         self._require()
+        self._temper(1.0)  # with drafts vLLM computes logprobs of tempered logits by the function of prompts
         make, common = self.api.SamplingParams, sampling_arguments(sampling)
         asked = [(prompt, make(**common, seed=seed)) for prompt, seed in self._share(requests)]
         before = self._steps
@@ -324,10 +335,7 @@ class VllmWorker(RankWorker):
         """Return, per (tokens, first), logprobs of tokens[first:] given those before, of the tempered full
         distribution (twice: those of the cut one came from the sampler)."""
         self._require()
-        temperature = sampling.temperature or 1.0
-        if temperature != self._temperature:
-            self._rpc("aligner_temper", temperature)
-            self._temperature = temperature
+        self._temper(sampling.temperature or 1.0)
         one = self.api.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         own = self._share(rows)
         outputs = self._run([(tokens, one) for tokens, _ in own], lambda done: None)
@@ -339,6 +347,11 @@ class VllmWorker(RankWorker):
             return full, full
 
         return self._joined(score, zip(outputs, own, strict=True))
+
+    def _temper(self, temperature: float) -> None:
+        if temperature != self._temperature:
+            self._rpc("aligner_temper", temperature)
+            self._temperature = temperature
 
     def _end(self) -> None:
         self.engine.engine_core.shutdown()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,6 +71,10 @@ def _serve(listener: socket.socket) -> None:
     # which `import_vllm` and vLLM itself had taken out of it: most of the time in which another engine takes its place
     gc.unfreeze = lambda: None
     import_vllm()
+    from vllm.platforms import current_platform
+
+    # another engine looks for kernels in all modules, and fails at one that vLLM's prompt lookup imports
+    current_platform.register_triton_kernel_overrides = cache(current_platform.register_triton_kernel_overrides)
 
     children: dict[int, socket.socket] = {}
     while True:
