@@ -137,6 +137,8 @@ class Trajectory:
     rows: int = 1  # segments; each but the first was rendered anew
     turn_rewards: tuple[float, ...] = ()  # after each turn that called tools
     late: int = 0  # requests of an agent that came before its previous one was answered
+    restarted: int = 0  # times that it began again
+    turn_seconds: tuple[float, ...] = ()  # of the calls of each turn that has some
 
 
 @dataclass

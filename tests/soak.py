@@ -72,15 +72,16 @@ from aligner.run.loop import Run
 from aligner.run.metrics import MetricsLogger
 from aligner.run.retention import Retention
 from aligner.tools.bisect import bisect
-from tests import stages
+from tests import soak_terminal, stages
 from tests.ranks import _free_port
 from tests.servers import Server, fickle, scored_by
 
 TOTAL = 6
 DROPPED = "dropped"  # where a run's deleted logs of answers go, for the run that reads all of them
-GOES_ON = "The run goes on with engines"
+GOES_ON = ("The run goes on with engines", soak_terminal.ENDED)
 STAGES = ("sft", "rm", "dpo", "kto", "distill", "online_dpo", "sample", "grpo", "ppo", "turns", "outside", "sdpo")
-ASKING = ("turns", "outside")  # whom nobody answers the same again
+TERMINAL = "terminal"  # a sandbox for each trajectory, so only if asked for
+ASKING = ("turns", "outside", TERMINAL)  # whom nobody answers the same again
 LAYOUTS: dict[str, tuple[int, list[str]]] = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"])}
 LAYOUTS["pages"] = (1, ["engine.page_tokens=4", "engine.kv_cache_bytes=35840", "sampling.max_response_tokens=10"])
 LAYOUTS["drafts"] = (1, ["engine.draft_tokens=3", "sampling.temperature=0.3", "sampling.max_response_tokens=10"])
@@ -146,6 +147,8 @@ ENGINES = {  # on a rank that only generates
 POINTS |= ENGINES
 CHILD = "a call of the engine's process"
 POINTS[CHILD] = (ChildChannel, "call")
+CALL = "a running call"
+POINTS[CALL] = (soak_terminal.RunningCall, "begun")
 WAIT_S = 5.0  # for the other ranks of a killed one, before they are killed too, as a launcher would
 LIMIT_S = 900.0  # of a start on a busy machine; and, beside a rank that ended by itself, of the others' end: a tenth
 
@@ -159,11 +162,11 @@ class Kill:
     point: str = ""
     call: int = 0
     before: bool = True
-    child: bool = False  # of the engine's process, which ends the run by an error
+    child: bool = False  # of the engine's process, which ends the run by an error, or of the environments'
 
     def __str__(self) -> str:
         who = "all ranks" if self.rank is None else f"rank {self.rank}"
-        who = f"the engine's process of {who}" if self.child else who
+        who = f"the process of {who}" if self.child else who
         if not self.point:
             return f"{who} after {self.after_s:.2f} s"
         return f"{who} {'before' if self.before else 'after'} {self.point}, call {self.call}"
@@ -206,7 +209,7 @@ def see_late(rank: int) -> None:
 def _die(kill: Kill, owner: Any) -> None:
     """`owner`: what is called at the point."""
     if kill.child:
-        os.kill(owner.child.process.pid, signal.SIGKILL)
+        soak_terminal.end(owner) if kill.point == CALL else os.kill(owner.child.process.pid, signal.SIGKILL)
         return
     if kill.rank is None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -252,6 +255,9 @@ def attempt(cfg: Config, world: int, log: Path, kill: Kill | None, late: bool = 
                 install(kill, rank)
             if late:
                 see_late(rank)
+            if cfg.environment.path == soak_terminal.SHELL:
+                soak_terminal.tell_begun()
+                soak_terminal.as_commands().start()
             if cfg.mismatch.replay_routing:
                 aligner.data.dialogue.read_calls = lambda text, *_: (text, [Call("roll", {})])
             with RunLock(Path(cfg.run.dir)) if rank == 0 else nullcontext():  # of a killed process: no reason to wait
@@ -310,7 +316,9 @@ class Soak:
         self.server = _started(fickle) if "outside" in names else None
         if "turns" in names:
             self._run(lambda: stages.make_dice(self.folder / "dice"))
-        if names != ["sft"]:
+        if TERMINAL in names:
+            self._run(lambda: soak_terminal.make_data(self.folder / TERMINAL))
+        if not {*names} <= {"sft", "turns", TERMINAL}:
             self._start("sft", "run.steps=20")
         if "ppo" in names:
             self._start("rm", "run.steps=10", f"model.init={folder / 'start_sft'}")
@@ -325,6 +333,10 @@ class Soak:
     def config(self, stage: str, layout: str, run: Path, async_save: bool = False) -> Config:
         """Everything that a checkpoint has to keep is in use."""
         world, where = LAYOUTS[layout]
+        if stage == TERMINAL:
+            saved = f"checkpoint.async_save={str(async_save).lower()}"
+            own = soak_terminal.overrides(self.folder / TERMINAL, run, *COMMON, "run.eval_every=0", *where, saved)
+            return frozen(own, world)
         if stage == "turns":
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
         outside, own_teacher = stage == "outside", stage == "sdpo"
@@ -398,6 +410,10 @@ class Soak:
         rank = self.random.choice([None, *range(LAYOUTS[layout][0])])
         if layout == VLLM and self.random.random() < 0.4:
             return Kill(0, 0.0, CHILD, self.random.randint(1, 40), self.random.random() < 0.5, child=True)
+        if stage == TERMINAL and self.random.random() < 0.5:
+            engine = LAYOUTS[layout][0] - 1
+            child, call = self.random.random() < 0.3, self.random.randint(1, 30)
+            return Kill(engine if child else self.random.choice([None, engine]), 0.0, CALL, call, True, child)
         if self.random.random() < 0.5:
             return Kill(rank, after_s=self.random.uniform(0.05, seconds))
         if layout in ASYNC and self.random.random() < 0.4:
@@ -415,11 +431,11 @@ class Soak:
             "a stored rollout",
         )
         points = [p for p in POINTS if online or p not in rollout_points]
-        points = [p for p in points if p not in ENGINES and (p != CHILD or layout == VLLM)]
+        points = [p for p in points if p not in ENGINES and p != CALL and (p != CHILD or layout == VLLM)]
         points = [p for p in points if stage not in ("rm", "sample") or p != "an evaluation"]
         points = [p for p in points if (p == "an answer from outside") <= (stage in ASKING)]
         points = [p for p in points if stage not in ASKING or p != "an evaluation"]
-        points = [p for p in points if stage != "turns" or p != "generation"]
+        points = [p for p in points if stage not in ("turns", TERMINAL) or p != "generation"]
         points = [p for p in points if stage == "sample" or p not in ("samples in their file", "files of samples")]
         return Kill(
             None if rank == 1 else rank,
@@ -442,9 +458,9 @@ class Soak:
         for _ in range(min(left, self.random.randint(1, 4))):
             kill = self.draw(stage, layout, seconds)
             tries += 1
-            before = log.read_text().count(GOES_ON) if log.exists() else 0
+            before = went_on(log)
             ended, _ = attempt(cfg, world, log, kill)
-            without = log.read_text().count(GOES_ON) > before
+            without = went_on(log) > before
             if ended and not without:  # before its time, or the point was not reached
                 break
             self.kills += 1
@@ -471,7 +487,7 @@ class Soak:
             shutil.rmtree(run.with_name(f"{run.name}-again"), ignore_errors=True)
 
     def _layout(self, stage: str) -> str:
-        special = (VLLM,) if stage == "turns" else ("lag", "pages", VLLM)
+        special = (VLLM,) if stage in ("turns", TERMINAL) else ("lag", "pages", VLLM)
         able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(special)]
         able = [name for name in able if stage == "turns" or name != AGENT]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
@@ -491,6 +507,12 @@ def differences(run: Path, whole: Path) -> list[str]:
     reported = next(bisect(whole, run))
     results += [] if reported == f"the same: steps 1 to {TOTAL}" else [reported]
     return results + [f"metric {text}" for text in stages.differences(run, whole)]
+
+
+def went_on(log: Path) -> int:
+    """Return how many kills a run has survived."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return sum(map(text.count, GOES_ON))
 
 
 def hashes(run: Path) -> dict[str, str]:

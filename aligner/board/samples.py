@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,11 @@ LONGEST = 20_000  # characters of a text
 REPORTED = 40  # samples in a report, of all its runs together
 HINT = "debug.record=K keeps the rollouts of the last K steps: all samples, with numbers for every token"
 TABLE = "table"  # the step of all that samples.jsonl has
+TYPED = {"bash": ("$", "command"), "python": (">>>", "code")}  # the sign before a call of a terminal; its argument
+CALL = re.compile(rf"({'|'.join(TYPED)})\((\{{.*\}})\)")
+ENDED = re.compile(r"\((exit status|it |the |there |every ).*\)")  # why a call ended (aligner/environments/terminal.py)
+CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")  # ECMA-48, xterm's titles
+OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")
 
 
 @dataclass(frozen=True)
@@ -118,13 +124,44 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "finished": bool(row.get("finished")),
         "scores": _mapping(row.get("scores")),
         "columns": _mapping(row.get("columns")),
-        "turns": [_mapping(turn) for turn in turns] if isinstance(turns, list) else [],
+        "turns": [_turn(_mapping(turn)) for turn in turns] if isinstance(turns, list) else [],
         "end": " ".join(str(trajectory[name]) for name in ("stop", "failure") if trajectory.get(name)),
     }
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return {str(name): plain(inner, LONGEST) for name, inner in value.items()} if isinstance(value, dict) else {}
+
+
+def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn with its calls to terminals as they would be typed, or with its output as a screen shows it."""
+    text, typed = str(turn.get("text") or ""), list[list[str]]()
+    if "tokens" not in turn:
+        body, _, last = screen(text).rpartition("\n")
+        return turn | ({"text": body, "end": last} if ENDED.fullmatch(last) else {"text": screen(text)})
+    lines = text.split("\n")
+    while lines and (call := _typed(lines[-1])):
+        typed.insert(0, call)
+        lines.pop()
+    return turn | {"text": "\n".join(lines), "typed": typed}
+
+
+def _typed(line: str) -> list[str]:
+    """Return the sign and the text of a call; nothing for other lines."""
+    match = CALL.fullmatch(line)
+    try:
+        arguments = parse_json(match[2], "a call", AlignerError) if match else None
+    except AlignerError:
+        return []
+    sign, argument = TYPED[match[1]] if match else ("", "")
+    text = arguments.get(argument) if isinstance(arguments, dict) else None
+    return [sign, text] if isinstance(text, str) else []
+
+
+def screen(text: str) -> str:
+    """Return a program's output as a screen shows it: no codes of colours and moves, of a line that it has overwritten
+    the last state."""
+    return OVERWRITTEN.sub("", CODES.sub("", text))
 
 
 @functools.lru_cache(256)

@@ -3,13 +3,15 @@
 One thread runs the loop of all conversations with the workers. A failed question is repeated in a new environment,
 which first gets all earlier questions of its trajectory. After environment.retries the answer is a failure. Answers and
 failures are logged, and logged questions are not repeated: an environment is made at the first question that is not in
-the log.
+the log. If it answers an earlier question otherwise than before, it is not the one that the model has seen: the answer
+is then {"restarted"}, and the trajectory begins again. That answer is logged too, so another start does the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 import time
 import weakref
@@ -25,6 +27,7 @@ from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.process import KILL_S, START_S, Process, QuestionFailed
 
 END_S = 1.0  # for workers to end before they are terminated
+SHOWN = 80  # characters of a difference
 _numbers = itertools.count()
 
 
@@ -38,13 +41,22 @@ class Session:
     logged: bool = True
     log: AnswerLog | None = None  # of its rollout, if several are open; None: the pool's
     asked: list[dict[str, Any]] = field(default_factory=list)  # all questions
+    answered: list[Answer] = field(default_factory=list)  # their answers, but for the last one's while it is open
+    tried: int = 0  # retries of the trajectories that began again
+    apart: bool = False  # one question at a time: one of those may have ended its process
     worker: _Worker | None = None  # that makes its environment
     process: Process | None = None  # that holds its environment
     name: str = ""  # of the environment there
+    played: int = 0  # questions that this environment has answered
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without its environment: in another process, or after a restart, `asked` makes it anew."""
         return self.__dict__ | {"log": None, "worker": None, "process": None, "name": ""}
+
+    def again(self, answer: Answer, number: int) -> Session:
+        """Return the session of the trajectory that begins again after such an answer, for the `number`-th time."""
+        key, tried = f"{self.key.partition('.')[0]}.{number}", self.tried + answer["retried"]
+        return Session(key, self.seed, self.row, self.logged, self.log, tried=tried, apart=answer["apart"])
 
 
 class Pool:
@@ -59,7 +71,8 @@ class Pool:
         weakref.finalize(self, _close, self._thread, self._loop, [*self._workers, self._apart])
 
     def ask(self, session: Session, op: str, **arguments: Any) -> Future[Answer]:
-        """Ask a question: returns {"value", "seconds", "retried"}, or {"failed", "text", ...} with one of CAUSES.
+        """Ask a question: returns {"value", "seconds", "retried"}, {"failed", "text", ...} with one of CAUSES, or
+        {"restarted", ...}: why the trajectory has to begin again.
 
         Questions of a session are asked one after the other.
         """
@@ -83,11 +96,12 @@ class Pool:
             answer = await self._answer(session, number)
             if session.logged:
                 log.write(session.key, number, question, answer)
+        session.answered[number:] = [answer]
         return answer
 
     async def _answer(self, session: Session, number: int) -> Answer:
         """Return the answer. Seconds are those of its tries, without waits for others."""
-        seconds, retried, apart = 0.0, 0, False
+        seconds, retried, apart = 0.0, 0, session.apart
         while True:
             worker = self._worker(session, apart)
             async with worker.turn or nullcontext():
@@ -99,11 +113,14 @@ class Pool:
                 except QuestionFailed as failure:
                     seconds += time.monotonic() - since
                     _leave(session)  # the state of its environment is unknown
-                    if failure.blamed and retried == self.cfg.retries:
+                    if failure.blamed and retried + session.tried >= self.cfg.retries:
                         answer = {"failed": failure.cause, "text": str(failure)}
                         return answer | {"seconds": seconds, "retried": retried}
                     retried += failure.blamed
                     apart = apart or failure.alone
+                except AnsweredOtherwise as difference:
+                    await _forget(session)
+                    return {"restarted": str(difference), "apart": apart, "seconds": seconds, "retried": retried}
 
     def _worker(self, session: Session, apart: bool) -> _Worker:
         if apart:
@@ -119,9 +136,16 @@ class Pool:
             process = await worker.ready()
             session.worker, session.process, session.name = worker, process, f"{session.key}/{next(_numbers)}"
             process.keys.add(session.name)
-            for earlier in session.asked[:number]:
-                await process.ask(earlier | {"key": session.name}, self.cfg.timeout_s)
-        return await session.process.ask(session.asked[number] | {"key": session.name}, self.cfg.timeout_s)
+            session.played = 0
+        while True:
+            played, process = session.played, session.process
+            value = await process.ask(session.asked[played] | {"key": session.name}, self.cfg.timeout_s)
+            session.played += 1
+            if played == number:
+                return value
+            # an agent's requests have all that was said; functions keep nothing
+            if self.cfg.path and (text := _difference(session, played, value)):
+                raise AnsweredOtherwise(text)
 
 
 @dataclass
@@ -143,6 +167,30 @@ class _Worker:
                 self.processes.append(await Process.start(self.cfg, self.schemas))
                 await self.processes[-1].ask({"op": "ready"}, START_S)
             return self.processes[-1]
+
+
+class AnsweredOtherwise(Exception):
+    """A new environment gave an earlier question another answer."""
+
+
+def _difference(session: Session, number: int, value: Any) -> str:
+    """Return where an answer differs from the earlier one; "" if it does not."""
+    before = session.answered[number].get("value", value) if number < len(session.answered) else value
+    if before == value:
+        return ""
+    what, pair = session.asked[number]["op"], (before, value)
+    if what == "turn":
+        answers = zip(session.asked[number]["calls"], before["texts"], value["texts"], strict=True)
+        for call, *texts in answers:
+            if texts[0] != texts[1]:
+                what, pair = f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}", (texts[0], texts[1])
+                break
+    first, second = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in pair)
+    differs = (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    same = next(differs, min(len(first), len(second)))
+    new, old = (text[same : same + SHOWN] for text in (second, first))
+    behind = f" behind {same} characters" if same else ""
+    return f"question {number}, {what:.{2 * SHOWN}}, was answered{behind} by {old!r}, and now by {new!r}"
 
 
 async def _forget(session: Session) -> None:

@@ -170,7 +170,7 @@ def _trajectory(trajectory: Trajectory, rollout: RolloutBatch, i: int) -> dict[s
 
 def shown_turns(trajectory: Trajectory, counts: Sequence[int] = ()) -> dict[str, Any]:
     """Return the messages behind the prompt; `counts`: the number of each answer's tokens that are trained on."""
-    tokens, rewards = iter(counts), iter(trajectory.turn_rewards)
+    tokens, rewards, seconds = iter(counts), iter(trajectory.turn_rewards), iter(trajectory.turn_seconds)
     turns: list[dict[str, Any]] = []
     for message in trajectory.messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -178,9 +178,9 @@ def shown_turns(trajectory: Trajectory, counts: Sequence[int] = ()) -> dict[str,
         turns.append({"role": message["role"], "text": "\n".join(filter(None, texts))})
         if message["role"] == "assistant":
             turns[-1]["tokens"] = next(tokens, None)
-    for one, after in zip(turns, [*turns[1:], None], strict=True):  # a turn's reward is on the last result of its calls
+    for one, after in zip(turns, [*turns[1:], None], strict=True):  # a turn's are on the last result of its calls
         if "tokens" not in one and (after is None or "tokens" in after):
-            one["reward"] = next(rewards, None)
+            one["reward"], one["seconds"] = next(rewards, None), next(seconds, None)
     return {"stop": trajectory.stop.value, "failure": trajectory.failure, "reward": trajectory.reward, "turns": turns}
 
 

@@ -44,9 +44,13 @@ class SampleState:
     stop: Stop | None = None
     failure: str = ""
     rewards: list[float] = field(default_factory=list)  # of turns
+    spans: list[float] = field(default_factory=list)  # seconds of the calls of each turn
     score: float | None = None
     seconds: float = 0.0
     retried: int = 0
+    restarted: int = 0  # times that it began again
+    again: Answer | None = None  # that says that it has to begin again
+    row_prompt: Prompt | None = None  # of its request, where an environment has opened with another one
     wrong: int = 0  # calls whose result was an error
     late: int = 0  # requests of an agent that came before the previous one was answered
     rollout: int = 0  # of its request
@@ -54,7 +58,8 @@ class SampleState:
     ended: int = 0  # the number of the order in which it ended; 0: it has not, or orders are not counted
 
     STORED: ClassVar[tuple[str, ...]] = (  # of trajectories, as JSON (`rollout/store.py`)
-        *("messages", "told", "failure", "rewards", "score", "seconds", "retried", "wrong", "waits", "late"),
+        *("messages", "told", "failure", "rewards", "spans", "score", "seconds", "retried", "restarted", "wrong"),
+        *("waits", "late"),
     )
 
     @property
@@ -80,7 +85,12 @@ class SampleState:
         """Drop state that an ended trajectory does not need: it is stored, and sent to other ranks."""
         self.messages = []
         if self.session is not None:
-            self.session.asked = []
+            self.session.asked, self.session.answered = [], []
+
+    def restart(self, fresh: SampleState) -> None:
+        """Become `fresh`, which has not begun, with what the tries have cost."""
+        tries = {"retried": self.retried, "restarted": self.restarted + 1}
+        self.__dict__.update(fresh.__dict__ | tries)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the future `asked`, which no other process waits for."""
@@ -128,6 +138,8 @@ def without_routing(state: SampleState) -> SampleState:
 
 def with_routing(state: SampleState, before: SampleState) -> SampleState:
     """Return a sample that continued as `without_routing(before)`, with all routing."""
+    if state.restarted > before.restarted:  # with other turns
+        return state
     new = state.all_turns[len(before.turns) :]
     kept = before.begun and before.begun.routing
     if new and kept is not None:

@@ -132,5 +132,6 @@ def trajectory_sums(samples: Sequence[Sample]) -> tuple[Sums, dict[str, float]]:
         "environment/call_errors": (float(sum(t.wrong for t in trajectories)), n),
         "environment/retried": (float(sum(t.retried for t in trajectories)), n),
         "environment/late": (float(sum(t.late for t in trajectories)), n),
+        "environment/restarted": (float(sum(t.restarted for t in trajectories)), n),
     }
     return sums, {"environment/turns_max": float(max((t.turns for t in trajectories), default=0))}

@@ -45,6 +45,7 @@ COLUMNS = {"given": "i", "output": "i", "logprobs": "f", "full": "f", "versions"
 OTHERS = "other groups"  # why stored samples are not read, without a report
 JSON, ROUTING = "samples", "routing"  # tensors beside the columns: uint8, and that of all turns, end to end
 OPENED = ("tokens", "text", "messages")  # of a prompt; an environment's reset may change these
+SESSION = ("asked", "answered", "key", "tried", "apart")
 
 
 @dataclass
@@ -309,7 +310,8 @@ def _rest(state: SampleState, columns: dict[str, array], routing: list[Tensor]) 
         return rest
     rest |= {name: getattr(state, name) for name in state.STORED}
     rest |= {"prompt": {name: getattr(state.prompt, name) for name in OPENED}, "given": state.next_prompt.text}
-    return rest | {"calls": [asdict(call) for call in state.calls], "asked": state.session.asked}
+    rest |= {name: getattr(state.session, name) for name in SESSION}
+    return rest | {"calls": [asdict(call) for call in state.calls]}
 
 
 def _read_sample(state: SampleState, rest: dict[str, Any], reader: _Reader) -> SampleState:
@@ -334,11 +336,12 @@ def _read_sample(state: SampleState, rest: dict[str, Any], reader: _Reader) -> S
     )
     if state.session is None:
         return began
-    calls = [Call(**call) for call in rest["calls"]]
+    calls, prompt_of_row = [Call(**call) for call in rest["calls"]], None if prompt == state.prompt else state.prompt
     # without the environment of what began here, which another pool may hold
-    session = replace(state.session, asked=rest["asked"], worker=None, process=None, name="")
+    questions = {name: rest[name] for name in SESSION if name in rest}
+    session = replace(state.session, **questions, worker=None, process=None, name="")
     stored = {name: rest[name] for name in state.STORED if name in rest}
-    return replace(began, calls=calls, session=session, **stored)
+    return replace(began, calls=calls, session=session, row_prompt=prompt_of_row, **stored)
 
 
 def _tensor(data: array | bytearray, dtype: torch.dtype) -> Tensor:

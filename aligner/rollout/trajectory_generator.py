@@ -8,11 +8,13 @@ Ranks that only generate make them for the trainer's ranks, a group always on th
 pauses: its environment stays there. The trainer's ranks have the rest of its state (`rollout/store.py`). With that
 any rank can continue it, and rebuilds an environment by asking it the same questions again. Turns of windows are
 admitted by counts (`TurnPool.counted`), of decode steps alone: a trajectory that waits for its tools when a window ends
-waits in the next one, behind those that have waited longer.
+waits in the next one, behind those that have waited longer. A trajectory whose environment cannot be rebuilt, because
+it answers otherwise, begins again: after the round, the window or the other trajectories.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,7 +42,7 @@ from aligner.rollout.requests import Request
 from aligner.rollout.sample_generator import ByPrompt, SampleGenerator, Score
 from aligner.rollout.sample_state import SampleState, by_prompt, grown, with_routing, without_routing
 from aligner.rollout.turn_pool import TurnPool
-from aligner.types import STOP, Generations, SamplingParams, Stop, Sums, Trajectory
+from aligner.types import STOP, Generations, Prompt, SamplingParams, Stop, Sums, Trajectory
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,13 @@ class TrajectoryGenerator(SampleGenerator):
             self._in_rounds(states, sampling)
         else:
             with self._all_raise(EngineError):
-                turns = self._turns(states, sampling)
-                self._served(turns, sampling)
-                waiting = turns.waiting
-                self._take_results([state for state in states if not state.open], sampling)
+                going = True
+                while going:
+                    turns = self._turns(states, sampling)
+                    self._served(turns, sampling)
+                    waiting = turns.waiting
+                    self._take_results([state for state in states if not state.open], sampling)
+                    going = self._restart(states, sampling) and not self.window
         self._leave(states, waiting)
 
     def _take_up(self, states: Sequence[SampleState]) -> None:
@@ -190,11 +195,25 @@ class TrajectoryGenerator(SampleGenerator):
         while int(max_over(torch.tensor(sum(state.open for state in states)), dist.group.WORLD)):
             self._round([state for state in states if state.open], sampling)
             self._take_results(states, sampling)
+            self._restart(states, sampling)
 
     def _take_results(self, states: list[SampleState], sampling: SamplingParams) -> None:
         for state in states:
             while state.asked is not None:
                 self._take_result(state, sampling)
+
+    def _restart(self, states: Sequence[SampleState], sampling: SamplingParams) -> bool:
+        """Begin trajectories again whose environment is not the one that they have seen; return whether there are."""
+        again = [state for state in states if state.again is not None]
+        for state in again:
+            assert state.session is not None and state.again is not None
+            prompt, number = state.row_prompt or state.prompt, state.restarted + 1
+            why = f"{state.session.key} of rollout {state.rollout} begins again: {state.again['restarted']}"
+            print(f"warning: environment: trajectory {why}", file=sys.stderr, flush=True)
+            session = state.session.again(state.again, number)
+            state.restart(self._unbegun(state.group, state.index, state.seed, prompt, session, state.rollout))
+        self._begin(again, sampling)
+        return bool(again)
 
     def _begin(self, states: Sequence[SampleState], sampling: SamplingParams) -> None:
         for state in states:
@@ -215,9 +234,14 @@ class TrajectoryGenerator(SampleGenerator):
         group = derive(request.seeds[0], "environment") & 0x7FFFFFFF  # as numpy and random take it
         row = {name: value for name, value in prompt.fields.items() if name not in ("messages", "tools")}
         session = Session(str(seed), group, row, logged=request.rollout > 0)
-        messages = list(prompt.messages)
+        return self._unbegun(number, index, seed, prompt, session, request.rollout)
+
+    def _unbegun(
+        self, number: int, index: int, seed: int, prompt: Prompt, session: Session, rollout: int
+    ) -> SampleState:
+        messages = list(prompt.messages or ())
         next_prompt = self.dialogue.resume(messages, prompt.tokens)
-        return self.kind(number, index, seed, prompt, next_prompt, session, messages, rollout=request.rollout)
+        return self.kind(number, index, seed, prompt, next_prompt, session, messages, rollout=rollout)
 
     def _opened(self, state: SampleState, opening: str | list[dict[str, Any]]) -> None:
         if not opening:
@@ -248,7 +272,7 @@ class TrajectoryGenerator(SampleGenerator):
         if len(next_prompt.tokens) > self.outside.longest_prompt:
             self._too_long(state, f"{what} of {len(next_prompt.tokens)} tokens")
             return
-        state.messages, state.next_prompt = messages, next_prompt
+        state.messages, state.next_prompt, state.row_prompt = messages, next_prompt, state.row_prompt or state.prompt
         state.prompt = replace(state.prompt, tokens=next_prompt.tokens, text=next_prompt.text, messages=tuple(messages))
 
     def _too_long(self, state: SampleState, what: str) -> None:
@@ -335,6 +359,7 @@ class TrajectoryGenerator(SampleGenerator):
         if state.stop is not None:
             state.score = answer["value"]
         else:
+            state.spans.append(answer["seconds"])
             self._next(state, answer["value"], sampling)
 
     def _next(self, state: SampleState, value: dict[str, Any], sampling: SamplingParams) -> None:
@@ -378,7 +403,9 @@ class TrajectoryGenerator(SampleGenerator):
         state.retried += answer["retried"]
         if "failed" in answer:
             state.stop, state.failure = Stop.FAILED, f"{answer['failed']}: {answer['text']}"
-        return not state.failure
+        elif "restarted" in answer:
+            state.stop, state.again = Stop.FAILED, answer  # until `_restart`
+        return not state.failure and state.again is None
 
     def _trajectory(self, state: SampleState, forks: Sequence[int] | None) -> Trajectory:
         turns, score, gamma = len(state.turns), state.score, self.cfg.gamma
@@ -386,8 +413,8 @@ class TrajectoryGenerator(SampleGenerator):
             score = gamma ** max(0, turns - 1) * score + sum(gamma**k * r for k, r in enumerate(state.rewards))
         assert state.stop is not None
         effort = state.seconds, state.retried, state.wrong, forks[-1] + 1 if forks else 0
-        messages, rewards = tuple(state.told), tuple(state.rewards)
-        return Trajectory(messages, state.stop, turns, score, state.failure, *effort, rewards, state.late)
+        messages, of_turns = tuple(state.told), (tuple(state.rewards), state.late, state.restarted, tuple(state.spans))
+        return Trajectory(messages, state.stop, turns, score, state.failure, *effort, *of_turns)
 
 
 def characters(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -32,6 +32,8 @@ FLOOD_BYTES = 64 << 20  # of output
 FIRST_READ = 1 << 20  # bytes of a file that is asked for
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+PROCESSES_ENDED = ", and its processes were ended, since an interrupt did not stop them"
+SHELL_ENDED = ", and the shell was ended, since an interrupt did not stop it: the next call has a new one"
 KILLED = "every process of the terminal was ended"
 
 
@@ -132,7 +134,7 @@ class FirstProcess:
                 passed, looked = min(time.monotonic() - looked, LATE_S), time.monotonic()
                 why = self.exceeded(begun, passed, limits)
         if why.startswith("it ") and worker.reports:
-            self.interrupt(worker, output)
+            why += self.interrupt(worker, output)
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGSTOP)
         self.reap()
@@ -167,8 +169,9 @@ class FirstProcess:
             text = os.read(worker.status, 99)
             if text:
                 return int(text) if text.strip().isdigit() and len(text) < 6 else 0
-            os.kill(worker.pid, signal.SIGKILL)  # it has closed its end, so nothing would tell of its commands
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            if worker.code is None:  # it has closed its end, so nothing would tell of its commands
+                os.kill(worker.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
         if worker.exited in ready:
             self.reap()
             return worker.code
@@ -222,8 +225,8 @@ class FirstProcess:
                 kib += next((int(line.split()[1]) for line in file if line.startswith(b"Pss:")), 0)
         return kib << 10
 
-    def interrupt(self, worker: shells.ShellProcess, output: Output) -> None:
-        """Let a shell come back: by a signal, then without its processes, else end it."""
+    def interrupt(self, worker: shells.ShellProcess, output: Output) -> str:
+        """Let a shell come back: by a signal, then without its processes, else end it. Return what that has ended."""
         shell_pids = {each.pid for each in self.workers.values()}
         for attempt in range(3):
             if attempt == 1:
@@ -235,7 +238,8 @@ class FirstProcess:
             until = time.monotonic() + INTERRUPTED_S
             while time.monotonic() < until:
                 if self.step(worker, output) is not None:
-                    return
+                    return ("", PROCESSES_ENDED, SHELL_ENDED)[attempt if worker.code is None else 2]
+        return SHELL_ENDED
 
     def reap(self) -> None:
         with suppress(ChildProcessError):

@@ -175,6 +175,27 @@ class Dice:
         return self.random.random()
 
 
+class Starts:
+    """The number of starts that a file counts; none is noticed until the second roll, or never."""
+
+    def __init__(self, folder: str, hides: bool = False):
+        self.path, self.hides = pathlib.Path(folder) / "starts", hides
+
+    def reset(self, seed: int, **row):
+        with self.path.open("a") as file:
+            file.write("x")
+        self.number, self.rolls = 0 if self.hides else self.path.stat().st_size, 0
+        return "roll"
+
+    def roll(self) -> str:
+        """Rolls the dice."""
+        self.rolls += 1
+        return str(self.number * (self.rolls > 1))
+
+    def get_reward(self) -> float:
+        return self.number + self.rolls / 10
+
+
 class Clock:
     """Answers that the seed has fixed, some of them late."""
 

@@ -157,6 +157,25 @@ def test_axes_smoothing_zoom_and_overlays(look, serve, folder):
     )
 
 
+def test_a_trajectory_in_a_terminal_reads_as_its_session(look, serve, tmp_path):
+    typed, code = "ls -x --color=always <i>; false", "print('<b>2')\n1 / 0"
+    out = "\x1b[0m\x1b[01;34m<i>d\x1b[0m\n(exit status 1)"
+    turns = [{"role": "assistant", "text": f"look\nbash({json.dumps({'command': typed})})", "tokens": 9}]
+    turns += [{"role": "tool", "text": out, "reward": None, "seconds": 0.125}]
+    turns += [{"role": "assistant", "text": f"python({json.dumps({'code': code})})", "tokens": 7}]
+    reports = {"stop": "turns", "failure": "", "reward": 1.0, "turns": [*turns, {"role": "tool", "text": "2"}]}
+    run = make_run(tmp_path / "runs" / "agent")
+    row = SampleRow("find <i>", "", 0.5, 0.25, False, {}, {}, reports)
+    (run / "samples.jsonl").write_text(json.dumps({"step": 3, **row.record()}) + "\n")
+    page = look(serve(tmp_path / "runs") + "#samples")
+    call = page.locator(".turn.own", has_text="look").locator("pre.typed")
+    assert call.inner_text() == f"$ {typed}" and "monospace" in call.evaluate("e => getComputedStyle(e).fontFamily")
+    output = page.locator(".turn", has_text="0.125 s")
+    assert output.locator("pre").all_inner_texts() == ["<i>d", "(exit status 1)"]
+    assert page.locator("pre.typed").nth(1).inner_text() == f">>> {code}" and page.locator(".turn i").count() == 0
+    assert page.evaluate(CONTRAST) == []
+
+
 @pytest.mark.slow
 def test_what_models_write_is_text(look, serve, folder):
     report([str(folder)])

@@ -161,3 +161,17 @@ def test_what_cannot_be_read_is_reported(board, tmp_path):
         ask(board, sample_tokens, run="new", step=7, row=6)
     (view,) = ask(board, run="void")["views"]
     assert view["rows"] == view["groups"] == [] and "debug.record" in ask(board)["hint"]
+
+
+def test_calls_of_a_terminal_and_their_output_read_as_on_a_screen(tmp_path):
+    written = 'look\nbash({"command": "ls\\n<b>"})\npython({"code": "1 + 1"})'
+    others = 'bash({"command": 3})\nedit({"path": "a"})\nbash({"command": "a'
+    out = "\x1b[01;34md\x1b[0m\x1b]0;title\x07\n10 %\r 20 %\r100 %\r\nx\x1b(B\n(exit status 1)"
+    turns = [{"role": "assistant", "text": written, "tokens": 3}, {"role": "tool", "text": out, "seconds": 0.1}]
+    turns += [{"role": "assistant", "text": others, "tokens": 2}, {"role": "tool", "text": "(a list)"}, {"role": 3}]
+    row = {"step": 1, "prompt": "p", "response": "r", "reward": 1.0, "trajectory": {"stop": "answer", "turns": turns}}
+    (run_folder(tmp_path / "run") / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    first, output, second, listed, _ = ask(Board([tmp_path]))["views"][0]["rows"][0]["turns"]
+    assert first["text"] == "look" and first["typed"] == [["$", "ls\n<b>"], [">>>", "1 + 1"]] and first["tokens"] == 3
+    assert output == {"role": "tool", "text": "d\n100 %\r\nx", "end": "(exit status 1)", "seconds": 0.1}
+    assert second["text"] == others and second["typed"] == [] and listed["text"] == "(a list)"

@@ -49,13 +49,16 @@ def trajectories():
     fresh = [replace(state, session=Session(str(state.seed), 1, {"answer": "c"}), rollout=1) for state in answers()[0]]
     opened = replace(PROMPT, tokens=(7, 8, 9, 1), text="a b go", messages=(*PROMPT.messages, {"role": "user"}))
     first, asked = turn_of(opened.tokens, 3, 2, full=False), [{"op": "reset", "seed": 1}, {"op": "turn", "calls": []}]
+    questions = {"asked": asked, "answered": [{"value": []}], "key": "50.1", "tried": 1, "apart": True}
     settings = {
         "prompt": opened,
+        "row_prompt": PROMPT,
+        "restarted": 1,
         "turns": [first],
         "messages": [{"role": "assistant", "content": "x"}],
         "rewards": [0.1],
     }
-    one, two, three = (replace(p, session=replace(p.session, asked=asked), **settings) for p in fresh[:3])
+    one, two, three = (replace(p, session=replace(p.session, **questions), **settings) for p in fresh[:3])
     second = turn_of((*opened.tokens, 3, 2, 11), 6, full=False)
     paused = replace(one, next_prompt=EnginePrompt("a b go x", second.prompt), begun=second)
     waits = replace(two, calls=[Call("roll", {"n": 2}), Call(fault="no JSON")], waits=3, seconds=0.1, retried=1)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -332,3 +333,40 @@ def test_a_rollout_made_again_hears_the_same_and_evaluation_is_not_logged(play, 
     assert not (tmp_path / "none").exists()
     lines = (tmp_path / "run" / "step-00000001-rank-00000.jsonl").read_text().splitlines()
     assert len(lines) == 4 * 4 and all(len(json.loads(line.partition(" ")[2])) == 4 for line in lines)
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_one_whose_environment_cannot_be_rebuilt_begins_again_and_a_further_start_repeats_that(
+    play, tmp_path, capfd, hides
+):
+    """After a kill between its third roll and the verdict."""
+    rolls = lambda text, seed: call("roll") if text.count("<tool_call>") < 3 else "so"  # noqa: E731
+    settings = {"path": f"{FILE}:Starts", "args": {"folder": str(tmp_path), "hides": hides}}
+    log, starts = tmp_path / "run" / "step-00000001-rank-00000.jsonl", tmp_path / "starts"
+    whole, _ = play(rolls, **settings)
+    lines = log.read_text().splitlines(True)
+    log.write_text("".join(lines[:4]))
+    capfd.readouterr()
+    second, generator = play(rolls, **settings)
+    (old,), (new,) = whole.samples, second.samples
+    warned = capfd.readouterr().err
+    if hides:  # the same bits, from one new environment
+        for one in (old, new):
+            one.trajectory = replace(one.trajectory, seconds=0.0)
+        assert new == old and starts.read_text() == "xx" and not warned and len(log.read_text().splitlines()) == 5
+        return
+    assert starts.read_text() == "xxx" and new.trajectory.restarted == 1 and new.trajectory.retried == 0
+    assert new.trajectory.reward == 3.3 and new.trajectory.turns == 4
+    texts = [message["content"] for message in new.trajectory.messages if message["role"] == "tool"]
+    assert texts == ["0", "3", "3"] and new.prompt.text == old.prompt.text
+    (line,) = warned.splitlines()
+    assert line.endswith(
+        "trajectory 5 of rollout 1 begins again: question 2, roll {}, was answered by '1', and now by '2'"
+    )
+    assert log.read_text().startswith("".join(lines[:4]))  # what the run has seen, with the reason that it ends there
+    assert trajectory_sums([new])[0]["environment/restarted"] == (1.0, 1.0)
+    third, repeated = play(rolls, **settings)
+    assert third.samples == second.samples and starts.read_text() == "xxx"  # the log answers all
+    assert torch.equal(third.generations.logprobs, second.generations.logprobs)
+    assert torch.equal(third.generations.tokens, second.generations.tokens)
+    assert repeated.engine.given == generator.engine.given and len(generator.engine.given) == 4 + 4  # the same steps

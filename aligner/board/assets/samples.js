@@ -1,6 +1,6 @@
 // Texts of the model: rows of samples.jsonl, or groups of a recorded rollout with numbers of every token.
 
-import { el, number, table } from "board/dom.js";
+import { duration, el, number, table } from "board/dom.js";
 import { tokens } from "board/tokens.js";
 
 const NAMES = {
@@ -123,7 +123,7 @@ export async function mount(element, api) {
   }
 
   function row(sample) {
-    const turns = sample.turns.map((turn) => turnOf(turn.role, turn.text, "tokens" in turn ? `${turn.tokens} tokens in the loss` : "not in the loss", "tokens" in turn));
+    const turns = sample.turns.map((turn) => turnOf(turn.role, turn.text, noteOf(turn), "tokens" in turn, turn.typed, turn.end));
     const columns = Object.entries(sample.columns);
     return el("article", {class: "sample"},
       facts(sample.reward, sample, [`step ${sample.step}`, sample.advantage === null ? "" : `advantage ${number(sample.advantage)}`]),
@@ -131,8 +131,17 @@ export async function mount(element, api) {
       columns.length ? el("details", {}, el("summary", {}, "columns of its row"), table(["column", "value"], columns.map(([name, value]) => [name, String(value ?? "")]))) : null);
   }
 
-  function turnOf(role, text, note, own) {
-    return el("div", {class: own ? "turn own" : "turn"}, el("small", {}, `${role ?? ""} ${note}`), el("pre", {}, String(text ?? "")));
+  function noteOf(turn) {
+    const seconds = typeof turn.seconds === "number" ? `, ${duration(turn.seconds)}` : "";
+    return "tokens" in turn ? `${turn.tokens} tokens in the loss` : `not in the loss${seconds}`;
+  }
+
+  // `typed`: what it types at a prompt, behind the prompt's sign; `end`: why a program ended.
+  function turnOf(role, text, note, own, typed = [], end = "") {
+    const lines = typed.map(([sign, line]) => el("pre", {class: "typed"}, el("span", {class: "sign"}, `${sign} `), line));
+    const body = text || !(typed.length || end) ? el("pre", {}, String(text ?? "")) : null;
+    return el("div", {class: own ? "turn own" : "turn"}, el("small", {}, `${role ?? ""} ${note}`), body, lines,
+      end ? el("pre", {class: "problem"}, end) : null);
   }
 
   if (!api.report) addEventListener("hashchange", () => {
