@@ -26,7 +26,7 @@ from root import RootFolder, hand_out, name_host, raise_loopback
 
 LOOK_S = 0.05
 LATE_S = 0.1  # of a look: the rest is this process's own wait for a processor
-INTERRUPTED_S = 2.0  # for a shell to come back to its next line
+INTERRUPTED_S = 1.0  # of waiting or computing, for a shell to come back to its next line
 RESERVED_PIDS = 300  # that a kernel gives out only once
 FLOOD_BYTES = 64 << 20  # of output
 FIRST_READ = 1 << 20  # bytes of a file that is asked for
@@ -228,18 +228,28 @@ class FirstProcess:
     def interrupt(self, worker: shells.ShellProcess, output: Output) -> str:
         """Let a shell come back: by a signal, then without its processes, else end it. Return what that has ended."""
         shell_pids = {each.pid for each in self.workers.values()}
-        for attempt in range(3):
-            if attempt == 1:
+        for attempt in range(4):
+            if attempt == 1:  # a signal as well might come when the shell is back, and be seen in the next call
                 for pid in set(self.usage()[3]) - shell_pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGINT if attempt < 2 else signal.SIGKILL)
-            until = time.monotonic() + INTERRUPTED_S
-            while time.monotonic() < until:
-                if self.step(worker, output) is not None:
-                    return ("", PROCESSES_ENDED, SHELL_ENDED)[attempt if worker.code is None else 2]
+            else:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGINT if attempt < 3 else signal.SIGKILL)
+            if self.comes_back(worker, output):
+                return SHELL_ENDED if worker.code is not None else PROCESSES_ENDED if attempt else ""
         return SHELL_ENDED
+
+    def comes_back(self, worker: shells.ShellProcess, output: Output) -> bool:
+        """Wait for a shell; return whether it comes back before its processes wait or compute for INTERRUPTED_S."""
+        begun, waited, looked = self.usage()[0], 0.0, time.monotonic()
+        while self.step(worker, output) is None:
+            computed, _, running, _ = self.usage()
+            passed, looked = min(time.monotonic() - looked, LATE_S), time.monotonic()
+            waited += 0.0 if running else passed
+            if max(waited, computed - begun) >= INTERRUPTED_S:
+                return False
+        return True
 
     def reap(self) -> None:
         with suppress(ChildProcessError):
