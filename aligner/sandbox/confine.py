@@ -45,14 +45,16 @@ name_to_handle_at 303 264; open_by_handle_at 304 265; fanotify_init 300 262; mem
 memfd_secret 447 447; shmget 29 194; msgget 68 186; mq_open 240 180; syslog 103 116; quotactl 179 60; personality 135 92
 """
 CLONE3, NEW_NAMESPACES = 435, 0x7E020000  # clone3 hides its flags: a library falls back on clone
-FCNTL, CLONE, PRLIMIT = (72, 25), (56, 220), (302, 261)  # allowed for some arguments only
+FCNTL, CLONE, PRLIMIT, SOCKET = (72, 25), (56, 220), (302, 261), (41, 198)  # allowed for some arguments only
+FAMILIES = (1, 2, 10, 16)  # of sockets: unix, IPv4, IPv6, netlink. Others reach past a network's namespace, as vsock
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH_*
 CLONE_THREAD = 0x10000
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # would send a signal to any process
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 CAPABILITIES = 41  # that Linux knows; a further one would be an error of the kernel
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # of all architectures
-ALLOW, ABSENT, REFUSE, KILL = ((6, 0, 0, value) for value in (0x7FFF0000, 0x50026, 0x50001, 0x80000000))
+RETURNS = (0x7FFF0000, 0x50026, 0x50001, 0x50061, 0x80000000)
+ALLOW, ABSENT, REFUSE, NO_FAMILY, KILL = ((6, 0, 0, value) for value in RETURNS)
 MS_BIND, MS_REC, CAPABILITY_VERSION = 4096, 16384, 0x20080522
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # bits that a version of Landlock knows; later ones as 5
@@ -151,7 +153,7 @@ def landlock(readable: list[str]) -> None:
 
 def seccomp(terminal: bool = False) -> None:
     """Allow only the system calls of `CALLS`, threads, and limits of the process itself; in a terminal all but those
-    of `REFUSED`, new namespaces, and limits of other processes."""
+    of `REFUSED`, new namespaces, limits of other processes, and sockets of other families than `FAMILIES`."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"no table of system calls for {platform.machine()}, only for {', '.join(ARCHITECTURES)}")
     column, architecture = ARCHITECTURES[platform.machine()]
@@ -185,7 +187,9 @@ def _refusals(architecture: int, column: int, numbers: list[int]) -> bytes:
     code += [_equal(CLONE3, 0, 1), ABSENT]
     code += [_equal(CLONE[column], 0, 4), _load(16), (0x45, 0, 1, NEW_NAMESPACES), REFUSE, ALLOW]
     code += [_equal(PRLIMIT[column], 0, 4), _load(16), _equal(0, 1, 0), REFUSE, ALLOW]
-    return _bytes([*code, ALLOW])
+    code += [_equal(SOCKET[column], 0, len(FAMILIES) + 3), _load(16)]
+    code += [_equal(family, len(FAMILIES) - index, 0) for index, family in enumerate(FAMILIES)]
+    return _bytes([*code, NO_FAMILY, ALLOW, ALLOW])
 
 
 def _of_architecture(architecture: int) -> list[tuple]:

@@ -22,6 +22,7 @@ from confine import MS_BIND, MS_REC, mount
 SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "logs", "proc", "run", "sbin", "sys")
 SYSTEM += ("tests", "usr")
 DEVICES = ("null", "zero", "full", "random", "urandom")
+MASKED = ("kcore", "keys", "key-users", "kmsg", "kallsyms", "sched_debug", "slabinfo", "timer_list", "vmallocinfo")
 ETC = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
@@ -89,6 +90,9 @@ class RootFolder:
             os.makedirs(f"{self.path}/{name}", exist_ok=True)
         # some files of /proc/sys ask for the user alone, who may be this machine's root: nobody writes there
         mount("proc", f"{self.path}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, "hidepid=4")
+        for name in MASKED:  # that show this machine, to its root above all
+            if os.path.exists(f"{self.path}/proc/{name}"):
+                mount("/dev/null", f"{self.path}/proc/{name}", None, MS_BIND)
         mount("/dev", f"{self.path}/dev", None, MS_BIND | MS_REC)
 
     def renew(self) -> None:

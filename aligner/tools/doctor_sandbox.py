@@ -20,6 +20,7 @@ from aligner.errors import ConfigError
 from aligner.sandbox.run import TIERS, Sandbox
 from aligner.sandbox.terminal import lacks
 from aligner.tools.doctor import FAIL, OK, WARN, Check, show
+from aligner.tools.terminal_attacks import attack_terminal
 
 # attack -> its program, which prints a line for each success
 ATTACKS = {
@@ -104,6 +105,9 @@ def checks() -> Iterator[Check]:
         yield Check("sandbox", FAIL, "none of them works here: reward `code` cannot run programs")
     why = lacks()
     yield Check("terminal", WARN if why else OK, why or "works here: environments can give each trajectory its own")
+    for name, could in ({} if why else attack_terminal()).items():
+        detail = f"not contained: {could[0]}" if could else "contained"
+        yield Check(f"terminal: {name}", FAIL if could else OK, detail)
 
 
 def attack(sandbox: Sandbox, program: str) -> list[str]:
