@@ -127,8 +127,9 @@ class ModelDrafts(RowTokens):
 
 def drafting(folder: str) -> ModelConfig:
     """Return the shape of the model in a folder that is to draft. Raises ConfigError for one that cannot."""
+    path = exported(folder)
     try:
-        shape = config_from_hf(exported(folder))
+        shape = config_from_hf(path)
     except (ConfigError, CheckpointError) as error:
         raise ConfigError(KEY, folder, "a language model of a supported family", str(error)) from error
     if shape.traits.linear or shape.traits.entries:
