@@ -37,7 +37,7 @@ def test_a_terminal_contains_all_attacks():
 def test_attacks_on_a_terminal_are_seen_where_there_is_none(tmp_path):
     """No attack harms a machine that does not contain it. Yet this one's names and network are left out."""
     (tmp_path / "secret").touch()
-    host = {"home": str(tmp_path), "port": 1, "name": "x", "pid": os.getpid(), "parent": os.getppid(), "folders": []}
+    host = {"home": str(tmp_path), "port": 1, "name": "x", "pids": [os.getpid()], "folders": []}
     apart = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--ipc", "--mount"]
     command = [*apart, sys.executable, "-c", program(host)]
     could = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout)
