@@ -6,7 +6,8 @@
 Each case is a random stage on one rank, two data-parallel or two tensor ranks (also with adapters), grpo, ppo and turns
 also on one or two trainer's ranks and one or two engines that are ahead of them (engine.lag, engine.window), and if
 asked for with vLLM (`--layouts vllm`), whose process is then killed too (SIGKILL at any call of it), or 61 layers on
-eight ranks (`lag-deep`), or with terminals (`--stages terminal`), killed while a call runs in one; with or without checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four
+eight ranks (`lag-deep`), or in terminals (`--stages terminal`), also killed while a call runs;
+with or without checkpoint.async_save, killed (SIGKILL of one rank or of all) up to four
 times: half of the kills at a random time, half at a point that a random time would seldom hit: within a save, a
 commit, a refit, a window, a step of decoding, between two minibatches, at the end of an epoch.
 One of several ranks may first see the run folder as it was some time ago, as on a network file system. Ranks are forked
