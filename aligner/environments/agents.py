@@ -24,6 +24,7 @@ from socket import socket
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
+from aligner.data.messages import with_opening
 from aligner.environments.endpoint import END_S, Listener, Say, loopback, make_app, new_secret
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
@@ -209,7 +210,8 @@ class Agents(ToolWorker):
         environment = await self._called(self.tools.kind, **self.cfg.args)
         environment.listens, server = True, Listener(self.app, END_S)
         try:
-            messages = opened(task.messages, await self._opening(environment, task.seed, task.row))
+            opening = await self._opening(environment, task.seed, task.row)
+            messages = with_opening(task.messages, opening)
             serving = asyncio.create_task(server.serve(sockets=[environment.listener]))
             serving.add_done_callback(lambda _: environment)  # which keeps the socket open until then
             variables = addresses(f"{_address(environment.listener)}/{secret}/v1")
@@ -227,16 +229,6 @@ class Agents(ToolWorker):
         finally:
             server.should_exit = True
             environment.end_agent()
-
-
-def opened(messages: list[dict[str, Any]], opening: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a prompt with what an environment opens with. A text belongs to the user's last message."""
-    if not isinstance(opening, str):
-        return [*messages, *opening]
-    *before, last = messages
-    if last["role"] != "user":
-        return [*messages, {"role": "user", "content": opening}]
-    return [*before, last | {"content": f"{last['content']}\n\n{opening}"}]
 
 
 def _address(listener: socket) -> str:

@@ -30,7 +30,7 @@ from aligner.config.on_demand import on_demand
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, EnginePrompt
 from aligner.data.formats import Tools
-from aligner.data.messages import add_user_text, read_messages
+from aligner.data.messages import read_messages, with_opening
 from aligner.environments.limits import CHARS
 from aligner.environments.pool import Pool, Session
 from aligner.errors import AlignerError, DataError, EngineError
@@ -247,13 +247,12 @@ class TrajectoryGenerator(SampleGenerator):
         if not opening:
             return
         try:
-            if isinstance(opening, str):
-                messages = add_user_text(state.messages, opening)
-            else:
-                messages = state.messages + read_messages(opening, "reset", "environment.path")
+            if not isinstance(opening, str):
+                opening = read_messages(opening, "reset", "environment.path")
         except DataError as error:
             state.stop, state.failure = Stop.TEMPLATE, f"template: {error}"
             return
+        messages = with_opening(state.messages, opening)
         if self._opens(state, messages, "environment.path: reset made a prompt"):
             if (next_prompt := self.dialogue.try_begin(messages)) is None:
                 state.stop, state.failure = Stop.TEMPLATE, "template: the chat template does not render what reset made"
