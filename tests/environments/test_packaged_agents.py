@@ -1,8 +1,8 @@
 """Agents of packages in the sandbox of their task: their requests repeat the model's own tokens."""
 
-import importlib.util
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ ROW = {"files": {}, "tests": "grep -q three a.txt", "instruction": "Write three 
 BASH = "THOUGHT: so.\n\n```mswea_bash_command\necho three > a.txt\n```"
 END = "```mswea_bash_command\necho COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n```"
 CODE = "Thought: so.\n<code>\nwrite('three')\n</code>"
+PACKAGES = {"smolagents": "smolagents", "agents": "openai-agents", "minisweagent": "mini-swe-agent"}
 SAYS = {
     "smolagents": (CODE, "<code>\nfinal_answer(3)\n</code>"),
     "agents": (call("write", text="three"), " it is  written", "yes"),
@@ -30,10 +31,12 @@ __all__ = ["play", "tokenizer"]
 @pytest.mark.slow
 @pytest.mark.parametrize("package", SAYS)
 def test_a_package_works_in_the_sandbox_by_the_models_own_tokens(play, tokenizer, package):
-    pytest.importorskip(package)
+    try:
+        installed = distribution(PACKAGES[package])
+    except PackageNotFoundError:
+        pytest.skip(f"{PACKAGES[package]} is not installed")
     answers = iter(SAYS[package])
-    spec = importlib.util.find_spec(package)
-    folders = {str(FILE), sys.prefix, str(Path(spec.origin).parents[1])}
+    folders = {str(FILE), sys.prefix, str(installed.locate_file(""))}
     (sample,), _, engine = play(
         f"{sys.executable} {FILE} {package} {' '.join(sorted(folders))}",
         lambda *_: next(answers),
