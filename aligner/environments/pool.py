@@ -41,7 +41,7 @@ class Session:
     logged: bool = True
     log: AnswerLog | None = None  # of its rollout, if several are open; None: the pool's
     asked: list[dict[str, Any]] = field(default_factory=list)  # all questions
-    answered: list[Answer] = field(default_factory=list)  # their answers, but for the last one's while it is open
+    answered: list[Answer] = field(default_factory=list)  # of an environment: their answers, but of an open one
     tried: int = 0  # retries of the trajectories that began again
     apart: bool = False  # one question at a time: one of those may have ended its process
     worker: _Worker | None = None  # that makes its environment
@@ -62,6 +62,8 @@ class Session:
 class Pool:
     def __init__(self, cfg: EnvironmentConfig, schemas: list[dict[str, Any]], log: AnswerLog):
         self.cfg, self.log = cfg, log
+        # an agent's requests have all that was said; functions keep nothing
+        self._compares = bool(cfg.path) and not cfg.agent
         self._loop = asyncio.new_event_loop()
         self._workers = [_Worker(cfg, schemas) for _ in range(cfg.workers)]
         self._turn = itertools.cycle(self._workers)
@@ -96,7 +98,8 @@ class Pool:
             answer = await self._answer(session, number)
             if session.logged:
                 log.write(session.key, number, question, answer)
-        session.answered[number:] = [answer]
+        if self._compares:
+            session.answered[number:] = [answer]
         return answer
 
     async def _answer(self, session: Session, number: int) -> Answer:
@@ -143,8 +146,7 @@ class Pool:
             session.played += 1
             if played == number:
                 return value
-            # an agent's requests have all that was said; functions keep nothing
-            if self.cfg.path and (text := _difference(session, played, value)):
+            if self._compares and (text := _difference(session, played, value)):
                 raise AnsweredOtherwise(text)
 
 

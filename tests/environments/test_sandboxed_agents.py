@@ -2,6 +2,7 @@
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -78,6 +79,15 @@ def test_an_agent_that_fails_is_restarted_and_one_that_is_refused_is_tested(pool
     assert events[-1]["failed"] == "raised" and events[-1]["retried"] == 1 and "exit code 3" in events[-1]["text"]
     session, _ = play(pool, "refused", "sed -i s/two/three/ a.txt")
     assert pool.ask(session, "score", why="no more", code="budget_of_turns").result(300)["value"] == 1.0
+
+
+def test_an_agent_that_is_made_again_may_see_something_else(pool):
+    """As after a kill: its program gets the answers so far, and goes on."""
+    session, (_, seen) = play(pool, "sees", "cat /proc/sys/kernel/random/uuid")
+    again = replace(session, worker=None, process=None, name="")
+    last = reply(pool, again, seen, "sed -i s/two/three/ a.txt")
+    assert "value" in last and again.name != session.name and not again.answered
+    assert reply(pool, again, last, "echo done")["value"]["end"] == 1.0
 
 
 def test_limits_end_an_agent_and_the_tests_decide(pool):
