@@ -98,8 +98,8 @@ def near_ties() -> Iterator[list[int]]:
     """How many tokens have their k-th and k+1-st experts within NEAR: one number for each call of a router."""
     original, results = moe.route, []
 
-    def route(hidden, router, top_k, normalise, bias=None, replayed=None, scale=None):
-        routing = original(hidden, router, top_k, normalise, bias, replayed, scale)
+    def route(hidden, router, top_k, normalise, bias=None, replayed=None, *others):
+        routing = original(hidden, router, top_k, normalise, bias, replayed, *others)
         if top_k < len(router) and replayed is None:
             top = routing.probs.topk(top_k + 1, dim=-1).values
             results.append(int((top[:, -2] - top[:, -1] < NEAR).sum()))

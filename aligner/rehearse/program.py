@@ -136,7 +136,7 @@ def _engine(device: RehearsedDevice) -> None:
         own_rows = experts.numel() * len(own) // num_experts
         return sort(experts, num_experts, own, x)
 
-    def multiplied(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    def multiplied(x: Tensor, weight: Tensor, sizes: Tensor, *unused: bool) -> Tensor:
         """Compute the rows that a rank's experts get if all are chosen as often, and leave memory for the others."""
         multiply(x[:own_rows], weight, sizes)
         return x.new_empty(len(x), weight.shape[1])
