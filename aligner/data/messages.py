@@ -44,16 +44,6 @@ def read_messages(value: Any, name: str, where: str) -> Messages:
     return [_message(message, name, f"{where}, {name}[{number}]", where) for number, message in enumerate(value)]
 
 
-def with_opening(messages: Messages, opening: Text) -> Messages:
-    """Return a prompt's messages with those that an environment opens with. A text goes on with the user's last one:
-    many templates refuse two of one role."""
-    if not isinstance(opening, str):
-        return [*messages, *opening]
-    if messages[-1]["role"] != "user":
-        return [*messages, {"role": "user", "content": opening}]
-    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{opening}"}]
-
-
 def check_learned(messages: Messages, name: str, where: str) -> None:
     """Raise DataError for messages without any of the assistant's: nothing would be learned."""
     if not any(message["role"] == "assistant" for message in messages):

@@ -24,10 +24,10 @@ from socket import socket
 from typing import Any
 
 from aligner.config.sections.environment import EnvironmentConfig
-from aligner.data.messages import with_opening
 from aligner.environments.endpoint import END_S, Listener, Say, loopback, make_app, new_secret
 from aligner.environments.limits import MAX_REQUEST
 from aligner.environments.openai_api import MODEL, ApiError, ChatRequest, check_model, check_sampling, nowhere
+from aligner.environments.opening import with_opening
 from aligner.environments.tools import load_agent, load_tools
 from aligner.environments.worker import ToolWorker, encoded, number, words
 from aligner.errors import EnvironmentCodeError

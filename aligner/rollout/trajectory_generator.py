@@ -30,8 +30,9 @@ from aligner.config.on_demand import on_demand
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.data.dialogue import Dialogue, EnginePrompt
 from aligner.data.formats import Tools
-from aligner.data.messages import read_messages, with_opening
+from aligner.data.messages import read_messages
 from aligner.environments.limits import CHARS
+from aligner.environments.opening import with_opening
 from aligner.environments.pool import Pool, Session
 from aligner.errors import AlignerError, DataError, EngineError
 from aligner.ops.agree import raised_together
