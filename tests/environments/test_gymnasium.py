@@ -22,8 +22,8 @@ def test_a_lake_is_crossed_by_calls(tmp_path):
     reported = schemas(load_tools(cfg))
     assert [one["function"]["name"] for one in reported] == ["act"]
     pool, session = Pool(cfg, reported, AnswerLog(tmp_path, 0)), Session("1", 3, {}, logged=False)
-    (opening,) = pool.ask(session, "reset", seed=3, row={}).result(300)["value"]
-    assert opening["content"].splitlines()[1:2] == ["[S]FFF"] and "left, down, right, up" in opening["content"]
+    opening = pool.ask(session, "reset", seed=3, row={}).result(300)["value"]
+    assert opening.splitlines()[1:2] == ["[S]FFF"] and "left, down, right, up" in opening
     moves = ["down", "north", "down", "right", "right", "down", "right"]
     results = [
         pool.ask(session, "turn", calls=[{"name": "act", "arguments": {"action": move}}]).result(300)["value"]

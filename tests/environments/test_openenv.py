@@ -48,8 +48,8 @@ def test_sessions_are_played_and_given_back(url, tmp_path):
     pool = Pool(cfg, reported, AnswerLog(tmp_path, 0))
     for number in ("1", "2"):
         session = Session(number, 3, {}, logged=False)
-        (opening,) = pool.ask(session, "reset", seed=3, row={"answer": 1}).result(300)["value"]
-        first, *fields = opening["content"].splitlines()
+        opening = pool.ask(session, "reset", seed=3, row={"answer": 1}).result(300)["value"]
+        first, *fields = opening.splitlines()
         assert first.endswith("environment ready!")
         assert fields == ["Fields of an action: message (string): Message to echo back"]
         calls = [{"name": "act", "arguments": {"action": action}} for action in ({"message": "hello"}, {"text": "x"})]
