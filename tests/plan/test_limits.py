@@ -1,5 +1,7 @@
 """Words for what limits a phase."""
 
+from dataclasses import replace
+
 from aligner.config.resolve import compose
 from aligner.plan.devices import DEVICES, Assumptions
 from aligner.plan.job import job_of
@@ -12,6 +14,7 @@ LINES = {
     "engines apart": ["model=qwen3_0.6b", "engine.ranks=8", "batch.prompts=64", "stage=grpo"],
     "a process": ["model=qwen3_0.6b", "engine.name=vllm", "engine.tensor_parallel=2", "stage=grpo"],
     "Muon": ["model=llama3_8b", "optim.name=muon", "optim.distributed=false", "stage=grpo"],
+    "drafts": ["model=qwen3_8b", "engine.draft_model=Qwen/Qwen3-0.6B", "engine.draft_tokens=2", "stage=grpo"],
     "a judge": ["model=qwen3_0.6b", "reward.judges=[{question: '0123{response}'}]", "stage=grpo"],
 }
 
@@ -20,6 +23,8 @@ def test_every_part_of_a_phase_has_words():
     parts, texts = set(), {}
     for name, line in LINES.items():
         job = job_of(compose(line), 16)
+        if name == "drafts":
+            job = replace(job, engine=replace(job.engine, accepted=2.0))
         prediction = predict(job, DEVICES["h100"], Assumptions(rollout_s=1e3, tensor_s=1.0))
         parts |= {kind.removeprefix("judges' ") for phase in prediction.phases.values() for kind in phase.parts}
         texts[name] = [str(limit) for limit in prediction.limits]
