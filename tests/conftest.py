@@ -21,6 +21,7 @@ FILES_SHOWN = 40
 LONGEST = [
     *("examples/test_quickstart.py", "test_tutorials.py", "slurm/test_slurm.py", "rehearse/test_grid.py"),
     *("algorithms/test_environments.py", "algorithms/test_recipes.py", "test_invariance.py"),
+    *("environments/test_terminals_left.py", "shakedown/test_shakedown.py", "engines/vllm/test_vllm_drafts.py"),
     *("engines/vllm/test_vllm_stage.py", "rehearse/test_shortened.py", "rewards/test_code_forgery.py"),
     *("rehearse/test_plan.py", "megatron/test_layouts.py", "rewards/test_code.py", "engines/vllm/test_vllm_engine.py"),
 ]
