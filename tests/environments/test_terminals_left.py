@@ -1,4 +1,5 @@
-"""A thousand terminals, of which many are killed while they work: what is left of them."""
+"""Hundreds of terminals, of which many are killed while they work: what is left of them. A thousand take minutes:
+TERMINALS=1000."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from aligner.errors import SandboxError
 from aligner.sandbox.terminal import FIRST, lacks
 
 pytestmark = pytest.mark.skipif(bool(why := lacks()), reason=str(why))
-COUNT, AT_A_TIME = 1000, 4
+COUNT, AT_A_TIME = int(os.environ.get("TERMINALS", "200")), 4
 GROWTH_BYTES = 8 << 20
 WORK = "sleep 600 & setsid sleep 600 & echo x > /dev/shm/x; head -c 1M /dev/zero > big"
 
@@ -76,7 +77,7 @@ def play(number: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_thousand_terminals_leave_nothing(tmp_path, monkeypatch):
+def test_hundreds_of_terminals_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with ThreadPoolExecutor(AT_A_TIME) as threads:
