@@ -30,6 +30,9 @@ install_packages() {
 
 export PATH="$PATH:/usr/sbin:/sbin"
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, each of which would compile all modules again
+# Large pages for what Python and C allocate. With small ones, importing torch takes two to three times as long on some
+# virtual machines, and the tests import it in hundreds of processes.
+export PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 export ALIGNER_EXTRAS=dev
 if [[ " $* " == *" --all "* ]]; then
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT

@@ -20,7 +20,7 @@ from aligner.errors import SandboxError
 from aligner.sandbox.terminal import FIRST, lacks
 
 pytestmark = pytest.mark.skipif(bool(why := lacks()), reason=str(why))
-COUNT, AT_A_TIME = int(os.environ.get("TERMINALS", "200")), 4
+COUNT, AT_A_TIME = int(os.environ.get("TERMINALS", "50")), 4
 GROWTH_BYTES = 8 << 20
 WORK = "sleep 600 & setsid sleep 600 & echo x > /dev/shm/x; head -c 1M /dev/zero > big"
 
@@ -82,7 +82,7 @@ def test_hundreds_of_terminals_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     others = processes()  # of other tests
     with ThreadPoolExecutor(AT_A_TIME) as threads:
-        list(threads.map(play, range(40)))  # what a worker keeps of its first ones
+        list(threads.map(play, range(20)))  # what a worker keeps of its first ones
         gc.collect()
         before, memory = state(tmp_path), psutil.Process().memory_info().rss
         ends = Counter(threads.map(play, range(COUNT)))
