@@ -114,9 +114,14 @@ def test_lengths_that_are_none_are_refused(capsys, tmp_path, text):
     assert "--lengths=" in capsys.readouterr().err
 
 
+def sweep_once(monkeypatch):
+    """Let later reports of a test show its first sweep."""
+    swept, run = [], command.Sweep.run
+    monkeypatch.setattr(command.Sweep, "run", lambda *args: swept[0] if swept else swept.append(run(*args)) or swept[0])
+
+
 def test_a_sweep_lists_what_fits_fastest_first(capsys, monkeypatch):
-    eight, run = [], command.Sweep.run  # swept once: the two reports of it are what differs
-    monkeypatch.setattr(command.Sweep, "run", lambda *args: eight[0] if eight else eight.append(run(*args)) or eight[0])
+    sweep_once(monkeypatch)
     assert main(["plan", "--sweep", "--json", "--top", "5", *EIGHT, "batch.micro_batch_tokens=8192"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert len(output) == 5 and all(row["fits"] for row in output)
@@ -223,7 +228,8 @@ def test_auto_is_what_the_device_has_room_for(capsys):
     assert large > 2 * small > 1 << 34 and results["h200"]["step_s"] < results["h100"]["step_s"]
 
 
-def test_a_sweep_varies_cache_and_micro_batches(capsys):
+def test_a_sweep_varies_cache_and_micro_batches(capsys, monkeypatch):
+    sweep_once(monkeypatch)
     line = ["plan", "--sweep", "--json", "--top", "3", "--gpus", "16", *EIGHT, "sampling.max_response_tokens=2048"]
     assert main([*line, "engine.kv_cache_bytes=1073741824", "batch.micro_batch_samples=1"]) == 0
     best = json.loads(capsys.readouterr().out)[0]
