@@ -29,6 +29,19 @@ def for_good() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Let imports of these modules fail within, unless they are imported already. Packages import what they might need
+    if it is installed, and some of it takes long."""
+    hidden = set(names) - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
 def new_enough(version: str) -> bool:
     """Return whether a version of torch is supported: 2.13.0+cu130, 2.12.0a0+5aff3928d8.nv26.05."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= TORCH

@@ -5,11 +5,11 @@ cannot change them, so those messages, and only those, are silenced before the f
 """
 
 import logging
-import sys
 import warnings
 
 import torch
 
+from aligner import loading
 from aligner.megatron import transformer_engine
 
 for _message in (
@@ -37,14 +37,11 @@ def _import_without_extras() -> None:
 
         return
     compiler, torch.compile = torch.compile, lambda function, *args, **kwargs: function
-    hidden = {"wandb", "torch.utils.tensorboard"} - sys.modules.keys()
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail
     try:
-        import megatron.core.jit  # noqa: F401  takes torch.compile for good
+        with loading.without("wandb", "torch.utils.tensorboard"):
+            import megatron.core.jit  # noqa: F401  takes torch.compile for good
     finally:
         torch.compile = compiler
-        for name in hidden:
-            del sys.modules[name]
     _keep_compiler_out()
 
 

@@ -20,6 +20,9 @@ for _ in range(2):
 assert "torch._dynamo" not in sys.modules, "slow to start"
 assert weight.requires_grad and weight.grad is None and torch.is_grad_enabled()
 torch.testing.assert_close(weight.data, torch.tensor([0.99, 0, 0]), atol=0.02, rtol=0)
+from aligner.run.trackers.tensorboard import TensorBoard
+TensorBoard()
+assert not {"boto3", "botocore"} & sys.modules.keys(), "slow to import"
 import wandb, torch.utils.tensorboard
 """
 

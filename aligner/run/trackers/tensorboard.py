@@ -7,6 +7,7 @@ from html import escape
 
 import yaml
 
+from aligner import loading
 from aligner.run.trackers.tracker import Row, TrackedRun
 
 
@@ -16,7 +17,8 @@ class TensorBoard:
     rewinds = True
 
     def __init__(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, because it imports torch
+        with loading.without("boto3", "botocore"):  # for folders in S3
+            from torch.utils.tensorboard import SummaryWriter  # here, because it imports torch
 
         self._make = SummaryWriter
 
