@@ -17,7 +17,7 @@ SYNCHRONISING = (
     "nonzero",
     "masked_select",
     "_unique2",
-    "repeat_interleave",
+    "repeat_interleave.Tensor",
     "bincount",
     "lift_fresh",
     "equal",
@@ -32,14 +32,21 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what was written to, by address, and a copy
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
+        overload = f"{name}.{function._overloadname}"
         masks = name in ("index", "index_put_") and any(
             isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1] if i is not None
         )
-        if masks or name in SYNCHRONISING:
+        if masks or {name, overload} & {*SYNCHRONISING}:
             raise CaptureError(f"{function} cannot be captured")
+        for i, argument in enumerate(function._schema.arguments):
+            written = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+            if argument.is_write and isinstance(written, Tensor):
+                storage = torch.empty(0, dtype=torch.uint8).set_(written.untyped_storage())
+                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = function(*args, **(kwargs or {}))
         self.calls.append((function, args, kwargs or {}, out))
         return out
@@ -59,8 +66,8 @@ class CpuRecorder:
         with _Tape() as tape:
             step()
         self.recorded += 1
-        target = tape.calls[-1][3]
-        target.fill_(float("nan"))  # a capture computes nothing
+        for storage, before in tape.before.values():  # a capture computes nothing
+            storage.copy_(before)
 
         def replay() -> None:
             self.replayed += 1

@@ -56,8 +56,10 @@ class Batch:
         self._full = torch.zeros_like(self._logprobs) if sampling.truncates else None
         self._lengths = torch.zeros(plan.rows, dtype=torch.int64, device=device)
         self._reasons = torch.full_like(self._lengths, LENGTH)
-        # of the active rows [n, width]: the step's tokens, and whether their logits are NaN; how many are the row's
-        self._sampled = self._broken = self._kept = self._lengths[:0, None]
+        # of the active rows [n, width]: the step's tokens, and whether their logits are NaN
+        self._sampled = self._broken = self._lengths[:0, None]
+        self.kept = self._lengths[:0]  # how many of them are the row's, in slot order before `settle`
+        self.most_kept = 1  # of any row
         self._ended = self._lengths[:0]  # rows that left in the last `settle`
         self._ended_at: list[int] = []  # their slots, after swapping with the rows that move there
         self._routes, self._invariant = routes, invariant
@@ -172,11 +174,11 @@ class Batch:
         if self._full is not None:
             self._full[row, count] = picked.full_logprobs
         self._sampled, self._broken = picked.tokens[:, None], picked.logprobs.isnan()[:, None]
-        self._kept = torch.ones_like(state[ROW])
+        self.kept = torch.ones_like(state[ROW])
         if width > 1:
             self._places = slots, ahead
             self._sampled, self._broken = (self._wide(x[:, 0]) for x in (self._sampled, self._broken))
-            self._kept[:running] += leading(self._sampled[:running, :-1] == self.source.drafts[:running])
+            self.kept[:running] += leading(self._sampled[:running, :-1] == self.source.drafts[:running])
 
     def _wide(self, values: Tensor) -> Tensor:
         """Return values [fed + new, ...] -> [active, width, ...], zeros where a row has fewer."""
@@ -201,7 +203,7 @@ class Batch:
     def tails(self, width: int) -> Iterator[list[list[int]]]:
         """Yield for every active row, on the host, the last `width` response tokens behind each of its new ones."""
         rows, counts = self.state[[ROW, COUNT], : self.active].tolist()
-        for tokens, count, kept in zip(self._tokens[rows].tolist(), counts, self._kept.tolist(), strict=True):
+        for tokens, count, kept in zip(self._tokens[rows].tolist(), counts, self.kept.tolist(), strict=True):
             yield [tokens[max(0, stop - width) : stop] for stop in range(count + 1, count + 1 + kept)]
 
     def new_tokens(self) -> list[tuple[int, list[int]]]:
@@ -257,8 +259,9 @@ class Batch:
         """Keep the new tokens up to the first that ends its row, and as many as its window has. Return whether rows
         end."""
         state, first = self.state[:, : self.active], leading(~ends)
-        kept = self._kept.minimum(state[MOST] - state[COUNT])
+        kept = self.kept.minimum(state[MOST] - state[COUNT])
         done, kept = first < kept, kept.minimum(first + 1)
+        self.kept = kept
         last = self._sampled.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
         self.source.write(state[POSITION] + 1, self._sampled)
         state[TOKEN] = last.where(kept > 0, state[TOKEN])
@@ -284,6 +287,7 @@ class Batch:
         self.drafted_tokens += int(drafted.sum()) * self.source.count
         self.accepted_tokens += int((drafted * (report[1] - 1).clamp_min(0)).sum())
         self._positions[: self.active] += report[1]
+        self.most_kept = int(report[1].max())
         self._drafted[: self.active] = report[2]
         self.width = width if report[2].any() else 1
         return report[0].bool()

@@ -32,7 +32,6 @@ from aligner.engines.native.model import NativeModel
 from aligner.engines.native.peers import EngineRanks
 from aligner.engines.native.routes import Routes
 from aligner.engines.native.schedule import CacheUse, GenerationPlan, PromptPool, PromptRequest, plan_generation
-from aligner.engines.native.states import RowStates
 from aligner.errors import ConfigError, RefitError
 from aligner.ops.kernels.checksum import tensor_checksum
 from aligner.ops.packing.routing import no_routing
@@ -93,8 +92,8 @@ class NativeEngine(RolloutEngine):
             keep_freed_memory()
         self.peers = EngineRanks(group)
         self.model = NativeModel(model, self.device, dtype, self.peers)
-        memories = RowStates(self.model.row_states, self.device) if self.model.row_states else None
-        if memories is not None and config.draft_tokens:
+        memories = self.model.memories(1 + config.draft_tokens)
+        if model.traits.entries and config.draft_tokens:
             expected = f"0 with family {model.family}: its states cannot go back to the last token that was kept"
             raise ConfigError("engine.draft_tokens", config.draft_tokens, expected)
         (*sizes, planes), *others = self.model.cached
@@ -335,7 +334,7 @@ class NativeEngine(RolloutEngine):
     def step(self, plan: GenerationPlan, batch: Batch, sampling: SamplingParams) -> list[tuple[int, int]]:
         """Decode one token for every running row; see the top of this file. Return the slots to move, (from, to)."""
         self._find_pages(plan, batch)
-        running, logits, heard = batch.active, [], []
+        running, width, logits, heard = batch.active, batch.width, [], []
         if running:
             asked = *batch.inputs(running), self.cache, batch.longest(running)
             # graphs are not for experts
@@ -348,7 +347,14 @@ class NativeEngine(RolloutEngine):
         if isinstance(batch.source, AheadDrafts):
             batch.source.read(*batch.fed(torch.cat(heard)))
         self.stats.steps += 1
-        return batch.settle(self._stop_strings(batch, sampling))
+        moves = batch.settle(self._stop_strings(batch, sampling))
+        if running and width > 1 and batch.most_kept:
+            kept = batch.kept[:running]
+            if self.graphs:
+                self.graphs.advance(kept, width, self.cache)
+            else:
+                self.model.advance(kept, batch.most_kept, self.cache)
+        return moves
 
     def _find_pages(self, plan: GenerationPlan, batch: Batch) -> None:
         """Give running rows pages for their next tokens. Where there are none, forget rows that are kept; then pause

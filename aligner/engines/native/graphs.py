@@ -63,7 +63,7 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """`NativeModel.decode` as graphs, for rows in slots [0, n). The cache needs free slots behind them: those are
+    """`NativeModel.decode` and `advance` as graphs, for rows in slots [0, n). The cache needs free slots behind them: those are
     written to. `drafted`: most tokens of a step whose rows have several."""
 
     def __init__(self, model: NativeModel, record: GraphRecorder, drafted: int = 1 << 62):
@@ -100,14 +100,26 @@ class DecodeGraphs:
             logits = self.model.decode(inputs[0, :rows], inputs[1, :rows], cache, reach, fused=tokens.is_cuda)
             result[: rows * width].copy_(logits)
 
-        key = rows, width, reach
+        self._run((rows, width, reach), step)
+        return result[: n * width]
+
+    def advance(self, kept: Tensor, width: int, cache: SlotCache) -> None:
+        """See `NativeModel.advance`, behind a step of `width` tokens for each row."""
+        if self.model.linear is None:
+            return
+        n, slots = len(kept), cache.table.shape.slots
+        rows, inputs = rounded_rows(n, slots), self._own(width, slots, kept.device)[0][0, :, 0]
+        inputs[:n].copy_(kept)
+        inputs[n:rows] = 0
+        self._run((rows, width, 0), lambda: self.model.advance(inputs[:rows], width, cache))
+
+    def _run(self, key: tuple[int, int, int], step: Callable[[], None]) -> None:
         if key not in self._graphs:
             self._graphs[key] = None
             step()
         else:
             replay = self._graphs[key] = self._graphs[key] or self._recorded(step)
             replay()
-        return result[: n * width]
 
     def _own(self, width: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the buffers of steps of rows with so many tokens."""

@@ -104,9 +104,10 @@ class NativeModel:
         self.streams = ResidualStreams(kit) if cfg.hyper.streams else None
         beside = [block for block in (self.layer_inputs, self.streams, self.ahead) if block is not None]
         self.blocks: list[Any] = [*heads.values(), *beside]
-        if layers := cfg.layers_of("linear"):
-            self.mixers |= dict.fromkeys(layers, LinearLayers(kit))
-            self.blocks.append(self.mixers[layers[0]])
+        self.linear = LinearLayers(kit) if cfg.layers_of("linear") else None
+        if self.linear is not None:
+            self.mixers |= dict.fromkeys(cfg.layers_of("linear"), self.linear)
+            self.blocks.append(self.linear)
         widths = defaultdict[int, list[int]](list)
         for layer in cfg.layers_of("dense"):
             widths[cfg.of_kinds(cfg.layer_kinds(layer)).ffn_hidden_size].append(layer)
@@ -116,8 +117,12 @@ class NativeModel:
         if layers := cfg.layers_of("sparse"):
             self.experts = dict.fromkeys(layers, ExpertMlp(kit))
             self.blocks.append(self.experts[layers[0]])
-        states = (block.states() for block in self.blocks if isinstance(block, EntryHeads | LinearLayers))
-        self.row_states = {kind: shape for each in states for kind, shape in each.items()}
+
+    def memories(self, fed: int = 1) -> RowStates | None:
+        """Return the memories of rows if there are any, for steps that feed at most so many tokens of each."""
+        shapes = {kind: shape for b in self.blocks if isinstance(b, EntryHeads) for kind, shape in b.states().items()}
+        shapes |= self.linear.states(fed) if self.linear is not None else {}
+        return RowStates(shapes, self.device) if shapes else None
 
     def _heads(self) -> dict[tuple[str, ...], Any]:
         """Return the heads by kinds of layers."""
@@ -324,7 +329,8 @@ class NativeModel:
     ) -> Tensor:
         """Return float32 logits [M, V] of the M tokens int64 [n, w], or [n], that follow in slots [0, n), at positions
         of this shape, all < longest; hidden states [M, hidden], which they are of, are added to `heard`. `fused`:
-        attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few."""
+        attention by one kernel, which is for a GPU; its launch alone costs the host more than torch's few. With w > 1
+        `advance` has to follow."""
         hidden = self.decoded(tokens, positions, cache, longest, routes, fused)
         if heard is not None:
             heard.append(hidden)
@@ -350,6 +356,12 @@ class NativeModel:
         if routes is not None:
             cache.kinds[-1].write(0, step.places[-1], routing.flatten(1)[:, None])
         return hidden
+
+    def advance(self, kept: Tensor, most: int, cache: SlotCache) -> None:
+        """Let the memories of slots [0, n) go on by the first `kept`, int64 [n], at most `most`, of the tokens that the
+        last step fed."""
+        if self.linear is not None:
+            self.linear.advance(kept, most, cache.memories)
 
     def _step(self, positions: Tensor, cache: SlotCache, longest: int, fused: bool = False) -> DecodeStep:
         places, window = tuple(each.places(positions) for each in cache.kinds), self.cfg.attention.window

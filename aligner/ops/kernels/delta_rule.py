@@ -68,16 +68,28 @@ def delta_rule(
     return out.transpose(1, 2).to(dtype), state
 
 
-def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """Compute one token for each row: query, key [n, G, dk], value [n, H, dv], decay and beta [n, H] -> [n, H, dv].
-    `state` [n, H, dk, dv] is changed in place."""
+def delta_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    changes: bool = True,
+) -> Tensor:
+    """Compute the few tokens of each row one after the other, so that their number changes no bit of a state: query,
+    key [n, T, G, dk], value [n, T, H, dv], decay and beta [n, T, H] -> [n, T, H, dv]. `state` [n, H, dk, dv] is changed
+    in place if it `changes`."""
     if kernels := fused.linear(value):
-        return kernels.delta_step(query, key, value, decay, beta, state)
+        return kernels.delta_steps(query, key, value, decay, beta, state, changes)
     q, k, v = _wide(query, key, value)
-    state.mul_(decay.exp()[..., None, None])
-    change = (v - (k[..., None, :] @ state).squeeze(-2)) * beta[..., None]
-    state.addcmul_(k[..., None], change[..., None, :])
-    return (q[..., None, :] @ state).squeeze(-2).to(value.dtype)
+    state, outs = state if changes else state.clone(), []
+    for t in range(value.shape[1]):
+        state.mul_(decay[:, t].exp()[..., None, None])
+        change = (v[:, t] - (k[:, t, :, None] @ state).squeeze(-2)) * beta[:, t, :, None]
+        state.addcmul_(k[:, t, ..., None], change[..., None, :])
+        outs.append((q[:, t, :, None] @ state).squeeze(-2))
+    return torch.stack(outs, 1).to(value.dtype)
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,12 +13,11 @@ from aligner.ops.kernels import delta_rule, mamba2
 
 
 class LinearRule(NamedTuple):
-    """`prepared` returns the arguments of `rows` and, without the axis of tokens, of `step`. Signatures are those of
-    `delta_rule`."""
+    """`prepared` returns the arguments of `rows` and of `steps`. Signatures are those of `delta_rule`."""
 
     prepared: Callable[..., tuple[Tensor, ...]]
     rows: Callable[..., tuple[Tensor, Tensor]]
-    step: Callable[..., Tensor]
+    steps: Callable[..., Tensor]
     still: Callable[..., tuple[Tensor, ...]]
     norm: Callable[..., Tensor]
     by_head: Callable[..., Tensor]
@@ -36,7 +35,7 @@ RULES = {
     "delta": LinearRule(
         delta_rule.prepared,
         delta_rule.delta_rule,
-        delta_rule.delta_step,
+        delta_rule.delta_steps,
         delta_rule.still,
         delta_rule.gated_norm,
         delta_rule.by_head,
@@ -47,7 +46,7 @@ RULES = {
     "mamba2": LinearRule(
         mamba2.prepared,
         mamba2.scan,
-        mamba2.scan_step,
+        mamba2.scan_steps,
         mamba2.still,
         mamba2.gated_norm,
         mamba2.by_group,

@@ -62,15 +62,25 @@ def scan(
     return (out + skip.to(wide)[:, None] * x).to(dtype), state
 
 
-def scan_step(
-    query: Tensor, key: Tensor, value: Tensor, step: Tensor, rate: Tensor, skip: Tensor, state: Tensor
+def scan_steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    state: Tensor,
+    changes: bool = True,
 ) -> Tensor:
-    """Compute one token for each row: query, key [n, G, dk], value [n, H, dv], step [n, H] -> [n, H, dv]. `state`
-    [n, H, dk, dv] is changed in place."""
+    """Compute the few tokens of each row one after the other: query, key [n, T, G, dk], value [n, T, H, dv], step [n,
+    T, H] -> [n, T, H, dv]. `state` [n, H, dk, dv] is changed in place if it `changes`."""
     q, k, x = repeated(query, key, value)
-    state.mul_((step * rate).exp()[..., None, None])
-    state.addcmul_(k[..., None], (x * step[..., None])[..., None, :])
-    return ((q[..., None, :] @ state).squeeze(-2) + skip.to(x.dtype)[:, None] * x).to(value.dtype)
+    state, outs = state if changes else state.clone(), []
+    for t in range(value.shape[1]):
+        state.mul_((step[:, t] * rate).exp()[..., None, None])
+        state.addcmul_(k[:, t, ..., None], (x[:, t] * step[:, t, :, None])[..., None, :])
+        outs.append((q[:, t, :, None] @ state).squeeze(-2))
+    return (torch.stack(outs, 1) + skip.to(x.dtype)[:, None] * x).to(value.dtype)
 
 
 def by_group(conv: Tensor, linear: LinearConfig) -> Tensor:

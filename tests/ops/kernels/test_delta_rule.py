@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.ops.kernels.delta_rule import causal_mix, delta_rule, delta_step, gates
+from aligner.ops.kernels.delta_rule import causal_mix, delta_rule, delta_steps, gates
 
 
 def inputs(rows=2, length=11, keys=2, values=4, dk=5, dv=3, dtype=torch.float64, seed=0):
@@ -59,10 +59,14 @@ def test_strong_forgetting_is_finite():
 def test_token_by_token_is_the_same():
     query, key, value, decay, beta = (x.float() for x in inputs(length=70))
     wanted, end = delta_rule(query, key, value, decay, beta)
-    state = torch.zeros_like(end)
-    for t in range(value.shape[1]):
-        out = delta_step(query[:, t], key[:, t], value[:, t], decay[:, t], beta[:, t], state)
-        assert (out - wanted[:, t]).abs().max() < 1e-5, t
+    state, numbers = torch.zeros_like(end), (query, key, value, decay, beta)
+    for t in range(0, value.shape[1], 2):
+        own = [x[:, t : t + 2] for x in numbers]
+        before, tentative = state.clone(), delta_steps(*own, state, changes=False)
+        assert torch.equal(state, before)
+        one, other = (delta_steps(*(x[:, i : i + 1] for x in own), state) for i in (0, 1))
+        assert torch.equal(torch.cat([one, other], 1), tentative)
+        assert (tentative - wanted[:, t : t + 2]).abs().max() < 1e-5, t
     assert (state - end).abs().max() < 1e-5
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
 from aligner.config.sections.model.linear import LinearConfig
-from aligner.ops.kernels.mamba2 import by_group, gated_norm, prepared, scan, scan_step, still
+from aligner.ops.kernels.mamba2 import by_group, gated_norm, prepared, scan, scan_steps, still
 
 
 def inputs(rows=2, length=11, groups=2, heads=4, dk=5, dv=3, dtype=torch.float64, seed=0):
@@ -66,8 +66,10 @@ def test_token_by_token_is_the_same():
     wanted, end = scan(query, key, value, step, rate, skip)
     state = torch.zeros_like(end)
     for t in range(value.shape[1]):
-        out = scan_step(query[:, t], key[:, t], value[:, t], step[:, t], rate, skip, state)
-        torch.testing.assert_close(out, wanted[:, t], rtol=1e-5, atol=1e-5)
+        own = *(x[:, t : t + 1] for x in (query, key, value, step)), rate, skip
+        tentative, out = (scan_steps(*own, state, changes=changes) for changes in (False, True))
+        assert torch.equal(out, tentative)
+        torch.testing.assert_close(out[:, 0], wanted[:, t], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
 
 

@@ -35,19 +35,22 @@ def delta_rule(
     )
 
 
-def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def delta_steps(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, changes: bool = True
+) -> Tensor:
     out, last = fused_recurrent_gated_delta_rule(
-        query[:, None],
-        key[:, None],
-        value[:, None],
-        decay[:, None],
-        beta=beta[:, None],
+        query,
+        key,
+        value,
+        decay,
+        beta=beta,
         initial_state=state,
-        output_final_state=True,
+        output_final_state=changes,
         use_qk_l2norm_in_kernel=True,
     )
-    state.copy_(last)
-    return out.squeeze(1)
+    if changes:
+        state.copy_(last)
+    return out
 
 
 def scan(

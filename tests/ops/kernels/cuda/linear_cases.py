@@ -20,7 +20,7 @@ if DEVICE == "cpu":
     sys.path.append(str(FOLDER))
 
 from aligner.ops.kernels import fused
-from aligner.ops.kernels.delta_rule import causal_mix, delta_rule, delta_step
+from aligner.ops.kernels.delta_rule import causal_mix, delta_rule, delta_steps
 from aligner.ops.kernels.mamba2 import scan
 
 LENGTHS = [5, 1, 66]  # of packed rows: the last has two chunks
@@ -68,8 +68,11 @@ def steps(query, key, value, decay, beta, state) -> bool:
     """Without gradients, as decoding has none."""
     with torch.no_grad():
         wanted, last = delta_rule(*(x.double() for x in (query, key, value, decay, beta, state)))
-        outs = [delta_step(*(x[:, t] for x in (query, key, value, decay, beta)), state) for t in range(len(query[0]))]
-    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in ((torch.stack(outs, 1), wanted), (state, last)))
+        numbers = query, key, value, decay, beta
+        tentative = delta_steps(*numbers, state, changes=False)
+        outs = [delta_steps(*(x[:, t : t + 1] for x in numbers), state) for t in range(len(query[0]))]
+    pairs = (torch.cat(outs, 1), wanted), (tentative, wanted), (state, last)
+    error = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     print(f"{error:.1e} {query.dtype} steps")
     return not error <= CLOSE[query.dtype]
 
