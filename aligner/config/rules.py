@@ -193,8 +193,8 @@ generates !engine.can.repeats => run.deterministic =false
     | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit-for-bit.
 engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine.cuda_graphs =false
     | with experts: how many rows one gets is not known ahead
-model.traits.linear => engine.draft_tokens =0
-    | with {model.family=}, whose states cannot go back to the last token that was kept
+model.traits.linear !engine.can.computes_here => engine.draft_tokens =0
+    | with {model.family=} and {engine.name=}, where drafts of states have not been tried | engine.name=native drafts.
 model.traits.entries => engine.draft_tokens =0
     | with {model.family=}, whose states cannot go back to the last token that was kept
 """),

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed: int = 1) -> tuple[float, float]:
     """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
     collectives). A step takes the larger of bytes (weights once, the cache of each of a rank's rows) over bandwidth and
-    operations over rate, then samples; at least the host's time to launch. `fed`: tokens of each row."""
+    operations over rate, then samples; at least the host's time to launch. `fed`: tokens of each row. With several,
+    states of linear attention are read for all of them, and once more for those that are kept."""
     engine, m = job.engine, job.served.shape
     assert engine is not None
     tp, width, assumed = engine.tensor, engine.tensor // engine.shares, machine.assumed
     own = max(1.0, rows / engine.shares)
-    passes = 4 if job.package and not m.traits.mamba else assumed.state_passes  # the kernel's states are copied back
+    if job.package and not m.traits.mamba:
+        passes = 4.0 + (fed > 1)  # the kernel's states are copied back
+    else:
+        passes = assumed.state_passes if fed == 1 else 2 * fed * assumed.state_passes + 2  # of a copy
     cached = kv_bytes(m, engine.element, width) * m.num_layers / (m.num_layers - m.attention.kv_shared_layers)
     kept = context * cached + passes * row_bytes(m) / width
     cache, rows, own = own * kept, rows * fed, own * fed

@@ -236,7 +236,7 @@ class PlanJob:
         again = positions if page else longest  # what paused for lack of pages is read again
         positions += engine.drafts + bool(engine.drafts and engine.window)
         positions = ceil(positions / page) * page if page else positions
-        state_positions = ceil(row_bytes(shape) / engine.tensor / token)  # in positions
+        state_positions = ceil(row_bytes(shape, engine.drafts) / engine.tensor / token)  # in positions
         each = longest + state_positions
         most = PREFILL_TOKENS * each // longest
         chunk = max(each, min(most, budget // 4, budget - positions - state_positions, each * ceil(prompts)))

@@ -36,12 +36,14 @@ def rule_operations(m: ModelConfig, tokens: float) -> float:
     return tokens * m.linear.value_heads * (6 * dk * dv + 5 * CHUNK * (dk + dv))
 
 
-def row_bytes(m: ModelConfig) -> int:
+def row_bytes(m: ModelConfig, drafts: int = 0) -> int:
     """Return the bytes that an engine keeps of a row in float32, independent of its length: V dk dv and the last K - 1
-    inputs."""
+    inputs; with drafts also the inputs and numbers of a step's tokens, of which the kept ones change the state."""
     linear = m.linear
     state = linear.value_heads * linear.key_head_dim * linear.value_head_dim
-    return 4 * len(m.layers_of("linear")) * (state + max(0, linear.conv - 1) * linear.key_heads * linear.mixed_width)
+    inputs = max(0, linear.conv - 1) * linear.key_heads * linear.mixed_width
+    fed = (1 + drafts) * gathered_width(m) if drafts else 0
+    return 4 * len(m.layers_of("linear")) * (state + inputs + fed)
 
 
 def gathered_width(m: ModelConfig) -> int:

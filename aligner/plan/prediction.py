@@ -211,7 +211,8 @@ class Prediction:
         engine, shape = self.job.engine, self.job.policy.shape
         if engine is None or not shape.layers_of("linear"):
             return []
-        each, slots = row_bytes(shape) * engine.shares / engine.tensor, self.job.slots()[0] // engine.shares
+        each = row_bytes(shape, engine.drafts) * engine.shares / engine.tensor
+        slots = self.job.slots()[0] // engine.shares
         held = f"{each / 1e6:.1f} MB of a row of any length, {each * slots / GIB:.1f} GiB of {slots} rows"
         return [f"linear attention remembers on an engine's GPU {held}"]
 
