@@ -1296,12 +1296,17 @@ def test_linear_attention_is_counted_with_and_without_its_package():
     states = linear.value_heads * linear.key_head_dim * linear.value_head_dim
     inputs = 3 * linear.key_heads * linear.mixed_width
     assert row_bytes(model) == 36 * 4 * (states + inputs)
+    fed = linear.key_heads * linear.mixed_width + 2 * linear.value_heads
+    assert row_bytes(model, 3) == row_bytes(model) + 36 * 4 * 4 * fed
     job = grpo(model, Grid(2, 1, expert=8, data=8, sequence=True))
     plain, package = (predict(replace(job, package=which), H100) for which in (False, True))
     assert package.phases["update"].seconds < plain.phases["update"].seconds
     assert package.phases["generate"].seconds < plain.phases["generate"].seconds
     activations = [p.memory.phases["update"]["activations"] for p in (package, plain)]
     assert activations[0] < 0.6 * activations[1]
+    engine = replace(job.engine, max_batch=1024, drafts=3, accepted=3.0)
+    fast, slow = (predict(replace(job, package=which, engine=engine), H100) for which in (True, False))
+    assert fast.phases["generate"].seconds < min(p.phases["generate"].seconds for p in (package, slow))
     held, slots = row_bytes(model) / job.engine.tensor, job.slots()[0]
     line = f"linear attention remembers on an engine's GPU {held / 1e6:.1f} MB of a row of any length, "
     assert f"{line}{held * slots / 2**30:.1f} GiB of {slots} rows\n" in plain.text()
