@@ -35,10 +35,11 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)
-    busy += m.num_layers * assumed.layer_kernels * assumed.kernel_s
+    kernels = (m.num_layers + len(m.layers_of("linear")) * (fed > 1)) * assumed.layer_kernels  # those of states again
+    busy += kernels * assumed.kernel_s
     busy += machine.moved(assumed.sampled_bytes * rows * m.vocab_size / (tp if engine.reserved else 1))
     if engine.launches:
-        busy = max(busy, m.num_layers * assumed.layer_kernels * assumed.launch_s + assumed.sampler_s)
+        busy = max(busy, kernels * assumed.launch_s + assumed.sampler_s)
     busy += assumed.engine_s * engine.reserved
     # tokens of all shares meet at experts: gathered before, summed and scattered behind, which is an all-reduce's bytes
     met = len(m.layers_of("sparse")) if engine.shares > 1 else 0

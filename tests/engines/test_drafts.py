@@ -80,7 +80,6 @@ SOURCES = {"lookup": partial(make, LLAMA), "mtp": partial(make, AHEAD["glm4_moe-
 SOURCES["model"] = with_a_model
 from_each = pytest.mark.parametrize("engine_of", SOURCES.values(), ids=SOURCES)
 STATES = {"mtp": partial(make, AHEAD["qwen3_5-mtp"], change=somewhat_like_the_model)}
-STATES["lookup"] = partial(make, MORE["qwen3_5"], change=somewhat_like_the_model)
 or_with_states = [*SOURCES.values(), pytest.param(STATES["mtp"], id="mtp, states")]
 or_with_states = pytest.mark.parametrize("engine_of", or_with_states, ids=[*SOURCES, None])
 SAMPLING = SamplingParams(30, temperature=0.4, stop_token_ids=(3, 11))  # cold: rows repeat themselves
@@ -242,7 +241,7 @@ def test_turns_continue_rows_that_had_drafts_and_their_tokens_are_heard_as_they_
     assert sum(map(len, heard)) > 0.5 * sum(map(len, outputs))
 
 
-@pytest.mark.parametrize("source, of", [("lookup", SOURCES), ("model", SOURCES), ("lookup", STATES)])
+@pytest.mark.parametrize("source, of", [("lookup", SOURCES), ("model", SOURCES), ("mtp", STATES)])
 def test_graphs_of_steps_with_drafts(source, of):
     """Also of what states do afterwards."""
     plain, engine = (of[source](draft_tokens=n) for n in (0, COUNT))

@@ -112,7 +112,7 @@ class NativeEngine(RolloutEngine):
         on_gpu = self.device.type == "cuda"
         if config.cuda_graphs is True and not on_gpu:
             raise ConfigError("engine.cuda_graphs", True, f"false on device {self.device.type}")
-        captures = on_gpu and config.captures_of(model.moe.num_experts) and not model.mtp.layers
+        captures = on_gpu and config.captures_of(model.moe.num_experts)
         self.graphs = DecodeGraphs(self.model, CudaRecorder(), config.max_batch) if captures else None
         if self.drafter is not None and on_gpu and config.captures_of(self.drafter.model.cfg.moe.num_experts):
             self.drafter.graphs = DecodeGraphs(self.drafter.model, CudaRecorder(), config.max_batch)
@@ -337,8 +337,10 @@ class NativeEngine(RolloutEngine):
         running, width, logits, heard = batch.active, batch.width, [], []
         if running:
             asked = *batch.inputs(running), self.cache, batch.longest(running)
-            # graphs are not for experts
-            logits = [self.graphs.decode(*asked) if self.graphs else self.model.decode(*asked, self.routes, heard)]
+            if self.graphs:  # they are not for experts
+                logits = [self.graphs.decode(*asked, heard)]
+            else:
+                logits = [self.model.decode(*asked, self.routes, heard)]
             self.stats.decoded_rows += running
         logits += self._admit(plan, batch, heard)  # after decoding: graphs write to free slots
         batch.sample(logits[0] if len(logits) == 1 else torch.cat(logits), sampling)

@@ -63,23 +63,27 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """`NativeModel.decode` and `advance` as graphs, for rows in slots [0, n). The cache needs free slots behind them: those are
-    written to. `drafted`: most tokens of a step whose rows have several."""
+    """`NativeModel.decode` and `advance` as graphs, for rows in slots [0, n). The cache needs free slots behind them:
+    those are written to. `drafted`: most tokens of a step whose rows have several."""
 
     def __init__(self, model: NativeModel, record: GraphRecorder, drafted: int = 1 << 62):
         self.model, self._record, self._drafted = model, record, drafted
         self._graphs: dict[tuple[int, int, int], Callable[[], None] | None] = {}  # None: ran once
         self._memory: tuple = ()
-        # by tokens of a row: inputs int64 [2, rows, tokens], and float32 logits [rows * tokens, V] of the last step
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        # by tokens of a row: inputs int64 [2, rows, tokens], and of the last step float32 logits [rows * tokens, V] and
+        # the hidden states that drafts need
+        self._buffers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of inputs and logits; the device's allocator counts the graphs' intermediates."""
+        """The bytes of inputs and results; the device's allocator counts the graphs' intermediates."""
         return sum(tensor.nbytes for buffers in self._buffers.values() for tensor in buffers)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int) -> Tensor:
-        """See `NativeModel.decode`; the result lives until the next call."""
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, longest: int, heard: list[Tensor] | None = None
+    ) -> Tensor:
+        """See `NativeModel.decode`; the result lives until the next call. Hidden states are added to `heard` if the
+        model's layer for multi-token prediction reads them."""
         slots, capacity = cache.table.shape.slots, cache.table.shape.row_tokens
         self.model.extend_rotations(capacity)
         places = [each.kv.data_ptr() for each in cache.kinds]
@@ -88,7 +92,7 @@ class DecodeGraphs:
             self.clear()
             self._memory = memory
         (n, width), rows = tokens.shape, rounded_rows(len(tokens), slots)
-        inputs, result = self._own(width, slots, tokens.device)
+        inputs, result, hidden = self._own(width, slots, tokens.device)
         inputs[0, :n].copy_(tokens)
         inputs[1, :n].copy_(positions)
         inputs[0, n:rows] = 0
@@ -97,10 +101,16 @@ class DecodeGraphs:
         reach = rounded_reach(longest, capacity)
 
         def step() -> None:
-            logits = self.model.decode(inputs[0, :rows], inputs[1, :rows], cache, reach, fused=tokens.is_cuda)
+            own: list[Tensor] = []
+            asked = inputs[0, :rows], inputs[1, :rows], cache, reach
+            logits = self.model.decode(*asked, heard=own, fused=tokens.is_cuda)
             result[: rows * width].copy_(logits)
+            if len(hidden):
+                hidden[: rows * width].copy_(own[0])
 
         self._run((rows, width, reach), step)
+        if heard is not None and len(hidden):
+            heard.append(hidden[: n * width])
         return result[: n * width]
 
     def advance(self, kept: Tensor, width: int, cache: SlotCache) -> None:
@@ -121,12 +131,15 @@ class DecodeGraphs:
             replay = self._graphs[key] = self._graphs[key] or self._recorded(step)
             replay()
 
-    def _own(self, width: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _own(self, width: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return the buffers of steps of rows with so many tokens."""
         if width not in self._buffers:
             rows = slots if width == 1 else rounded_rows(min(slots, self._drafted // width), slots)
             inputs = torch.zeros(2, rows, width, dtype=torch.int64, device=device)
-            self._buffers[width] = inputs, torch.empty(rows * width, self.model.cfg.vocab_size, device=device)
+            logits = torch.empty(rows * width, self.model.cfg.vocab_size, device=device)
+            needed = rows * width if self.model.ahead is not None else 0
+            hidden = torch.empty(needed, self.model.cfg.hidden_size, dtype=self.model.dtype, device=device)
+            self._buffers[width] = inputs, logits, hidden
         return self._buffers[width]
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
