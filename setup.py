@@ -45,6 +45,7 @@ EXTRAS = {
     "gymnasium": ["gymnasium>=1.0"],
     "openenv": ["openenv>=0.10,<0.11"],
     "verifiers": ["verifiers>=0.2,<0.3"],
+    "harbor": ["harbor>=0.26,<0.27"],
     "suites": ["lm-eval[api]>=0.4.13", "inspect-ai>=0.3.285", "openai>=3.4"],
     "wandb": WANDB,
     "mlflow": ["mlflow-skinny>=3.17,<4"],

@@ -37,16 +37,19 @@ def read_task(path: str) -> TaskFolder:
     with (root / "task.toml").open("rb") as file:
         settings = tomllib.load(file)
     verifier = settings.get("verifier", {})
-    image = next((str(root / "environment" / name) for name in IMAGES if (root / "environment" / name).exists()), "")
-    folder, files = "", {}
-    if (root / "environment").is_dir():
-        folder, files = _build(root / "environment", image)
+    image, folder, files = read_environment(root / "environment")
     tests = _files(root / "tests")
     if "test.sh" not in tests:
         raise ValueError(f"{root}/tests: expected test.sh")
     instruction = (root / "instruction.md").read_text(encoding="utf-8").strip()
     environ = {str(name): str(value) for name, value in verifier.get("env", {}).items()}
     return TaskFolder(instruction, files, tests, image, folder, float(verifier.get("timeout_sec", 0)), environ)
+
+
+def read_environment(context: Path, image: str = "") -> tuple[str, str, dict[str, bytes]]:
+    """Return the image, the working directory and the files of a task's environment. Raises ValueError."""
+    image = image or next((str(context / name) for name in IMAGES if (context / name).exists()), "")
+    return image, *(_build(context, image) if context.is_dir() else ("", {}))
 
 
 def _build(context: Path, image: str) -> tuple[str, dict[str, bytes]]:

@@ -97,9 +97,9 @@ class Terminal:
             if self._hosts:
                 Proxy(self._sandbox.listeners[0], self._hosts)
             if self._task.files:
-                _expect(self._sandbox.write(self._task.files), "files")
+                expect_done(self._sandbox.write(self._task.files), "files")
             if setup:
-                _expect(self._sandbox.run(["bash", "-c", setup], self._test_s, {}), "setup")
+                expect_done(self._sandbox.run(["bash", "-c", setup], self._test_s, {}), "setup")
         return self._task.instruction or None
 
     def bash(self, command: str) -> str:
@@ -143,7 +143,7 @@ class Terminal:
         with _TURN:
             sandbox.renew()
             files = {f"/tests/{name}": text for name, text in self._task.tests.items()}
-            _expect(sandbox.write(files | {f"{os.path.dirname(REWARD)}/.keep": ""}), "tests")
+            expect_done(sandbox.write(files | {f"{os.path.dirname(REWARD)}/.keep": ""}), "tests")
             seconds = self._task.test_s or self._test_s
             result = sandbox.run(["bash", TEST], seconds, CLEAN | dict(self._task.environ))
             text = sandbox.read(REWARD)
@@ -159,7 +159,7 @@ class Terminal:
         """Run an agent's program with `data` as its input, while it computes for less than `cpu_s` in each of so many
         turns. Return {out, status, why}: its output, exit status, and which limit ended it."""
         sandbox = self._open
-        _expect(sandbox.write({INPUT: data}), "input")
+        expect_done(sandbox.write({INPUT: data}), "input")
         with_input = ["bash", "-c", f'exec "$@" < {INPUT}', "agent", *command]
         return sandbox.run(with_input, self._limits.cpu_s * turns, environ, AGENT_WAITS_S)
 
@@ -188,7 +188,7 @@ def _texts(files: Any) -> dict[str, str]:
     return {name: text for name, text in dict(files or {}).items() if text is not None}
 
 
-def _expect(answer: dict[str, Any], what: str) -> None:
+def expect_done(answer: dict[str, Any], what: str) -> None:
     if answer["status"] != 0:
         raise RuntimeError(f"{what}: {answer['out'][-500:]}{answer['why']} (exit status {answer['status']})")
 

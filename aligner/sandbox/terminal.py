@@ -107,8 +107,9 @@ class TerminalSandbox:
                 self.close()
                 raise
 
-    def bash(self, text: str) -> dict[str, Any]:
-        return self._ask(do="bash", text=text)
+    def bash(self, text: str, **limits: float) -> dict[str, Any]:
+        """Run lines in the shell. limits: cpu_s and waits_s, if they are others than the sandbox's."""
+        return self._ask(do="bash", text=text, **limits)
 
     def python(self, text: str) -> dict[str, Any]:
         return self._ask(do="python", text=text)

@@ -33,9 +33,8 @@ def play(tokenizer, tmp_path, world):
     """play(agent, script, row) -> (samples, generations, engine)."""
 
     def make(agent, script, row=None, seeds=((5,),), folder="run", longest=100, tokenizer=tokenizer, **settings):
-        cfg = EnvironmentConfig(
-            **{"agent": agent if ".py" in agent else f"{FILE}:{agent}", "workers": 1, "max_tokens": 1000} | settings
-        )
+        agent = agent if ".py" in agent or ":" in agent else f"{FILE}:{agent}"
+        cfg = EnvironmentConfig(**{"agent": agent, "workers": 1, "max_tokens": 1000} | settings)
         plain = Dialogue(tokenizer, [])
         dialogues = Dialogues(lambda tools: Dialogue(tokenizer, tools))
         pool = Pool(cfg, [], AnswerLog(tmp_path / folder, 0))
