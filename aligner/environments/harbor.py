@@ -135,13 +135,15 @@ class HarborTerminal(BaseEnvironment):
         await asyncio.to_thread(extract_dir_from_bytes, await self._bytes(ARCHIVE), target_dir)
 
     async def _bytes(self, path: str) -> bytes:
+        """Return a file of the sandbox, where programs may be the agent's: no answer of theirs fills the memory."""
         data, name = b"", quote(path)
-        while len(data) % PIECE == 0:
+        while len(data) <= self._open.limits.disk_mb << 20:
             text = await self._own(f"test -f {name} && tail -c +{len(data) + 1} {name} | head -c {PIECE} | base64")
-            if not text:
-                break
-            data += base64.b64decode(text)
-        return data
+            piece = base64.b64decode(text)
+            data += piece
+            if len(piece) < PIECE:
+                return data
+        raise RuntimeError(f"{path}: expected a file of at most {self._open.limits.disk_mb} MiB")
 
     async def _own(self, command: str) -> str:
         """Run a command of ours, while processes of the agent are stopped. Return its output."""

@@ -22,7 +22,7 @@ TASK = {
     "echo $(($(cat start.txt) + ADDED)) > n\n",
     "tests/test.sh": "#!/bin/bash\n"
     "sha256sum < /logs/agent/noise > /logs/verifier/sum\n"
-    'before=$(cat /tmp/beat); sleep 1; test "$(cat n)$before" != "$(cat /tmp/beat)" -a $(cat n) = 7\n'
+    "before=$(cat /tmp/beat); sleep 1; [[ $(cat /tmp/beat) != $before && $(cat n) == 7 ]]\n"
     "echo $((1 - $?)) > /logs/verifier/reward.txt\n",
 }
 

@@ -68,8 +68,8 @@ def test_several_turns_are_one_row_of_the_models_own_tokens(play, tokenizer, nam
     assert (trajectory.turns, trajectory.rows) == (len(says), 1)
     own = [message for message in trajectory.messages if message["role"] != "assistant"]
     assert all(text in message["content"] for text, message in zip(texts, own, strict=True))
-    for before, said, after in zip(engine.given, says, engine.given[1:], strict=False):
-        assert tokenizer.decode(after).startswith(f"{tokenizer.decode(before)}{said}<eos>")
+    for before, text, after in zip(engine.given, says, engine.given[1:], strict=False):
+        assert tokenizer.decode(after).startswith(f"{tokenizer.decode(before)}{text}<eos>")
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch):
