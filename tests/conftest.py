@@ -24,6 +24,8 @@ LONGEST = [
     *("environments/test_terminals_left.py", "shakedown/test_shakedown.py", "engines/vllm/test_vllm_drafts.py"),
     *("engines/vllm/test_vllm_stage.py", "rehearse/test_shortened.py", "rewards/test_code_forgery.py"),
     *("rehearse/test_plan.py", "megatron/test_layouts.py", "rewards/test_code.py", "engines/vllm/test_vllm_engine.py"),
+    *("slurm/test_shakedown.py", "examples/test_notebook.py", "benchmarks/test_versus.py", "test_reruns.py"),
+    *("algorithms/test_preferences_learn.py", "algorithms/test_experts_learn.py", "run/test_soak.py"),
 ]
 
 # the machine's pace is no property of what is tested, and every run tries the same examples; others with
