@@ -336,6 +336,7 @@ class Soak:
         world, where = LAYOUTS[layout]
         if stage == TERMINAL:
             saved = f"checkpoint.async_save={str(async_save).lower()}"
+            where = [*where, *[soak_terminal.PAGES] * (layout == "pages")]
             own = soak_terminal.overrides(self.folder / TERMINAL, run, *COMMON, "run.eval_every=0", *where, saved)
             return frozen(own, world)
         if stage == "turns":

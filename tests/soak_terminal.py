@@ -27,6 +27,7 @@ SETTINGS = [
 SETTINGS += ["environment.args={memory_mb: 128, disk_mb: 16, cpu_s: 5}", "environment.timeout_s=600"]
 SETTINGS += ["model.init=random", "model.max_position=160", "sampling.max_response_tokens=6"]
 SETTINGS += ["batch.prompts=2", "batch.group=4", "batch.micro_batch_samples=8", "data.max_prompt_tokens=32"]
+PAGES = "engine.kv_cache_bytes=143360"  # of two rows at their longest
 SETTINGS += [f"sampling.stop=[{','.join(stages.LETTERS[:26])}]"]
 REPEATABLE = [
     "ls [0-9]* | wc -l > out",  # which solves the tasks that count
