@@ -14,10 +14,9 @@ from shlex import quote
 from typing import Any
 
 from aligner.environments.task_folders import read_environment
-from aligner.environments.terminal import OPEN, VARIABLES, expect_done
+from aligner.environments.terminal import expect_done, open_sandbox
 from aligner.errors import MissingExtraError, SandboxError
-from aligner.sandbox.images import unpacked
-from aligner.sandbox.proxy import HostList, Proxy
+from aligner.sandbox.proxy import HostList
 from aligner.sandbox.terminal import TerminalLimits, TerminalSandbox, lacks
 
 try:
@@ -82,11 +81,8 @@ class HarborTerminal(BaseEnvironment):
             self.logger.warning(f"a terminal has no network but {hosts or 'none'} by HTTP: see `hosts`")
         memory, disk = self._effective_memory_mb or USUAL_MB, self._effective_storage_mb or USUAL_MB
         limits = TerminalLimits(memory_mb=memory, disk_mb=disk, processes=self._processes, output_chars=OUTPUT)
-        ports, variables = (OPEN, VARIABLES) if hosts else ((), {})
         folder = self.task_env_config.workdir or folder or "/app"
-        sandbox = TerminalSandbox(limits, unpacked(image) if image else "", folder, ports, variables)
-        if hosts:
-            Proxy(sandbox.listeners[0], HostList(hosts))
+        sandbox = open_sandbox(limits, image, folder, HostList(hosts) if hosts else None)
         expect_done(sandbox.write(files), "environment")
         return sandbox
 

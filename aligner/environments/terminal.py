@@ -88,14 +88,9 @@ class Terminal:
             raise ValueError("a row has neither `task` nor `tests`: expected a test, by which its reward is decided")
         image = self._task.image or self._image
         with _TURN:
-            folder = self._task.folder or self._folder
-            ports, variables = (OPEN, VARIABLES) if self._hosts else ((), {})
-            ports += (AGENT_PORT,) if self.listens else ()
-            below = unpacked(image) if image else ""
-            self._sandbox = TerminalSandbox(self._limits, below, folder, ports, variables, self._readable)
+            folder, ports = self._task.folder or self._folder, (AGENT_PORT,) if self.listens else ()
+            self._sandbox = open_sandbox(self._limits, image, folder, self._hosts, ports, self._readable)
             self._end = weakref.finalize(self, self._sandbox.close)
-            if self._hosts:
-                Proxy(self._sandbox.listeners[0], self._hosts)
             if self._task.files:
                 expect_done(self._sandbox.write(self._task.files), "files")
             if setup:
@@ -181,6 +176,28 @@ class Terminal:
         if not end and answer["status"] and not text.startswith(ERROR):
             end = f"(exit status {answer['status']})"
         return "\n".join(line for line in (text, end) if line)
+
+
+def open_sandbox(
+    limits: TerminalLimits,
+    image: str,
+    folder: str,
+    hosts: HostList | None,
+    ports: Sequence[int] = (),
+    readable: Sequence[str] = (),
+) -> TerminalSandbox:
+    """Make a sandbox over an image, with a proxy to these hosts if there are any. `ports` are the last of its
+    `listeners`."""
+    proxied, variables = (OPEN, VARIABLES) if hosts else ((), {})
+    below = unpacked(image) if image else ""
+    sandbox = TerminalSandbox(limits, below, folder, (*proxied, *ports), variables, readable)
+    if hosts:
+        try:
+            Proxy(sandbox.listeners[0], hosts)
+        except BaseException:
+            sandbox.close()
+            raise
+    return sandbox
 
 
 def _texts(files: Any) -> dict[str, str]:
