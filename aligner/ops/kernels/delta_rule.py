@@ -10,7 +10,7 @@ input). In 16 bits on a GPU flash-linear-attention computes it where that is ins
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -82,14 +82,22 @@ def delta_steps(
     in place if it `changes`."""
     if kernels := fused.linear(value):
         return kernels.delta_steps(query, key, value, decay, beta, state, changes)
-    q, k, v = _wide(query, key, value)
-    state, outs = state if changes else state.clone(), []
-    for t in range(value.shape[1]):
-        state.mul_(decay[:, t].exp()[..., None, None])
-        change = (v[:, t] - (k[:, t, :, None] @ state).squeeze(-2)) * beta[:, t, :, None]
-        state.addcmul_(k[:, t, ..., None], change[..., None, :])
-        outs.append((q[:, t, :, None] @ state).squeeze(-2))
-    return torch.stack(outs, 1).to(value.dtype)
+    numbers = *_wide(query, key, value), decay, beta
+    return token_by_token(_step, numbers, state, changes).to(value.dtype)
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    state.mul_(decay.exp()[..., None, None])
+    change = (v - (k[..., None, :] @ state).squeeze(-2)) * beta[..., None]
+    state.addcmul_(k[..., None], change[..., None, :])
+    return (q[..., None, :] @ state).squeeze(-2)
+
+
+def token_by_token(step: Callable[..., Tensor], numbers: Sequence[Tensor], state: Tensor, changes: bool) -> Tensor:
+    """Return what `step` returns for the numbers [n, T, ...] of each token and the state, [n, T, ...]. It changes the
+    state, or a copy unless the state `changes`."""
+    state = state if changes else state.clone()
+    return torch.stack([step(*(x[:, t] for x in numbers), state) for t in range(numbers[0].shape[1])], 1)
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aligner.config.sections.model.linear import LinearConfig
 from aligner.ops.kernels import fused
-from aligner.ops.kernels.delta_rule import causal_mix, decays, in_chunks, repeated
+from aligner.ops.kernels.delta_rule import causal_mix, decays, in_chunks, repeated, token_by_token
 
 CHUNK = 64
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -75,12 +75,14 @@ def scan_steps(
     """Compute the few tokens of each row one after the other: query, key [n, T, G, dk], value [n, T, H, dv], step [n,
     T, H] -> [n, T, H, dv]. `state` [n, H, dk, dv] is changed in place if it `changes`."""
     q, k, x = repeated(query, key, value)
-    state, outs = state if changes else state.clone(), []
-    for t in range(value.shape[1]):
-        state.mul_((step[:, t] * rate).exp()[..., None, None])
-        state.addcmul_(k[:, t, ..., None], (x[:, t] * step[:, t, :, None])[..., None, :])
-        outs.append((q[:, t, :, None] @ state).squeeze(-2))
-    return (torch.stack(outs, 1) + skip.to(x.dtype)[:, None] * x).to(value.dtype)
+
+    def one(q: Tensor, k: Tensor, x: Tensor, step: Tensor, state: Tensor) -> Tensor:
+        state.mul_((step * rate).exp()[..., None, None])
+        state.addcmul_(k[..., None], (x * step[..., None])[..., None, :])
+        return (q[..., None, :] @ state).squeeze(-2)
+
+    out = token_by_token(one, (q, k, x, step), state, changes)
+    return (out + skip.to(x.dtype)[:, None] * x).to(value.dtype)
 
 
 def by_group(conv: Tensor, linear: LinearConfig) -> Tensor:
