@@ -406,7 +406,7 @@ def grows_within():
     step = NativeEngine.step
 
     def planted(self, plan, batch, sampling):
-        batch.kept = [*getattr(batch, "kept", []), torch.zeros(1000, device=self.device)]
+        batch.planted = [*getattr(batch, "planted", []), torch.zeros(1000, device=self.device)]
         return step(self, plan, batch, sampling)
 
     NativeEngine.step = planted
