@@ -129,7 +129,7 @@ class Job:
     @cached_property
     def tooling(self) -> Tooling | None:
         """Tools and environment, made before prompts. Raises EnvironmentCodeError, ConfigError."""
-        return on_demand("environment")(self.cfg, self.tokenizer) if self.cfg.environment.on else None
+        return on_demand("environment")(self.cfg, self.env, self.tokenizer) if self.cfg.environment.on else None
 
     @cached_property
     def args(self) -> Any:

@@ -3,7 +3,6 @@ same. The run's record keeps them, so that each further start computes the same 
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from aligner.cluster.env import RankEnv
+from aligner.cluster.node_memory import node_bytes
 from aligner.config.derived import undecided
 from aligner.config.freeze import FILE_NAME, PENDING_NAME, freeze, load_frozen
 from aligner.config.schema import Config
@@ -20,8 +20,6 @@ from aligner.megatron.model import te_kinds
 from aligner.ops.agree import by_rank_0
 from aligner.ops.reduce import gathered
 from aligner.plan.sizing import KEYS, Room, sized, taken_over
-
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container or a job
 
 
 def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
@@ -50,14 +48,10 @@ def decide(cfg: Config, env: RankEnv, device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device, local_ranks: int) -> int:
-    """Return the memory of a rank: its GPU's, or its share of the machine's or the container's."""
+    """Return the memory of a rank: its GPU's, or its share of the node's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in map(Path, LIMITS):
-        text = path.read_text().strip() if path.is_file() else ""
-        limits += [int(text)] if text.isdecimal() else []
-    return min(limits) // local_ranks
+    return node_bytes() // local_ranks
 
 
 def _earlier(cfg: Config) -> Config | None:

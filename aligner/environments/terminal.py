@@ -69,6 +69,12 @@ class Terminal:
         if why := lacks():
             raise SandboxError(why)
 
+    @classmethod
+    def most_mb(cls, **args: Any) -> int:
+        """Return the MiB of memory that the programs and the files of one may take."""
+        limits = cls(**args)._limits
+        return limits.memory_mb + limits.disk_mb
+
     def reset(
         self,
         seed: int,

@@ -5,6 +5,7 @@ class Wordle:
     def guess(self, word: str) -> str                                 a tool: type hints, and a docstring with `Args:`
     def turn_reward(self) -> float | None                             optional, after each turn that called tools
     def get_reward(self) -> float | None                              optional, at the end; None: the sample is invalid
+    most_mb(**args) -> int                                            optional class method: MiB that one may take
     check(**args)                                                     optional class method: refuses environment.args
     def run_agent, end_agent; listens, listener                       optional, for environment.agent: see Terminal
     done = False                                                      optional: True ends the trajectory

@@ -93,11 +93,6 @@ def test_what_is_set_is_neither_asked_nor_told(monkeypatch, tmp_path):
     assert sizes.decide(cfg, RankEnv(), torch.device("cpu")) == "" and cfg.batch.micro_batch_samples == 4
 
 
-def test_a_container_has_what_it_may_use(monkeypatch, tmp_path):
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(sizes, "LIMITS", (str(limit),))
-    free = sizes.memory_bytes(torch.device("cpu"), 1)
-    for text, wanted in (("max\n", free), (f"{1 << 28}\n", 1 << 28), (f"{1 << 62}\n", free)):
-        limit.write_text(text)
-        assert sizes.memory_bytes(torch.device("cpu"), 1) == wanted
-    assert sizes.memory_bytes(torch.device("cpu"), 4) == free // 4
+def test_ranks_share_a_nodes_memory(monkeypatch):
+    monkeypatch.setattr(sizes, "node_bytes", lambda: 1 << 30)
+    assert sizes.memory_bytes(torch.device("cpu"), 4) == 1 << 28
