@@ -25,7 +25,8 @@ from frames import receive, send
 from root import RootFolder, hand_out, name_host, raise_loopback
 
 LOOK_S = 0.05
-LATE_S = 0.1  # of a look: the rest is this process's own wait for a processor
+IDLE_LOOK_S = 0.2  # after a look at which nothing ran: many agents wait for a model at once
+LATE_S = 0.05  # of a look: the rest is this process's own wait for a processor
 INTERRUPTED_S = 1.0  # of waiting or computing, for a shell to come back to its next line
 RESERVED_PIDS = 300  # that a kernel gives out only once
 FLOOD_BYTES = 64 << 20  # of output
@@ -59,6 +60,7 @@ class Output:
 class FirstProcess:
     def __init__(self, job: dict):
         self.job, self.waited = job, 0.0
+        self.look_s, self.computed = LOOK_S, 0.0  # until the next look; CPU seconds at the last one
         self.workers: dict[str, shells.ShellProcess] = {}  # shells
         self.alone: shells.ShellProcess | None = None  # for one request
         self.output, self.writes = os.pipe()
@@ -126,12 +128,13 @@ class FirstProcess:
     def watched(self, worker: shells.ShellProcess, limits: dict) -> dict:
         output, status = Output(self.job["output_bytes"]), None
         begun, why, looked, self.waited = self.usage()[0], "", time.monotonic(), 0.0
+        self.look_s = LOOK_S
         while status is None and not why:
             status = self.step(worker, output)
             if output.count > FLOOD_BYTES:
                 why = f"it wrote more than {FLOOD_BYTES >> 20} MiB"
-            elif time.monotonic() - looked >= LOOK_S:
-                passed, looked = min(time.monotonic() - looked, LATE_S), time.monotonic()
+            elif time.monotonic() - looked >= self.look_s:
+                passed, looked = min(time.monotonic() - looked, self.look_s + LATE_S), time.monotonic()
                 why = self.exceeded(begun, passed, limits)
         if why.startswith("it ") and worker.reports:
             why += self.interrupt(worker, output)
@@ -157,7 +160,7 @@ class FirstProcess:
         poll.register(0, 0)
         if worker.unsent:
             poll.register(worker.stdin, select.POLLOUT)
-        ready = {fd for fd, _ in poll.poll(1000 * LOOK_S)}
+        ready = {fd for fd, _ in poll.poll(1000 * self.look_s)}
         if 0 in ready:
             sys.exit()  # the host has closed the pipe
         if self.output in ready:
@@ -189,6 +192,8 @@ class FirstProcess:
         computed, resident, running, pids = self.usage()
         if not running:
             self.waited += passed
+        self.look_s = LOOK_S if running or computed > self.computed else IDLE_LOOK_S
+        self.computed = computed
         if why := self.crowded(pids):
             return why
         if resident > self.job["memory_bytes"] and self.proportional(pids) > self.job["memory_bytes"]:
@@ -242,10 +247,10 @@ class FirstProcess:
 
     def comes_back(self, worker: shells.ShellProcess, output: Output) -> bool:
         """Wait for a shell; return whether it comes back before its processes wait or compute for INTERRUPTED_S."""
-        begun, waited, looked = self.usage()[0], 0.0, time.monotonic()
+        begun, waited, looked, self.look_s = self.usage()[0], 0.0, time.monotonic(), LOOK_S
         while self.step(worker, output) is None:
             computed, _, running, _ = self.usage()
-            passed, looked = min(time.monotonic() - looked, LATE_S), time.monotonic()
+            passed, looked = min(time.monotonic() - looked, LOOK_S + LATE_S), time.monotonic()
             waited += 0.0 if running else passed
             if max(waited, computed - begun) >= INTERRUPTED_S:
                 return False
