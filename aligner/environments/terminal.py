@@ -15,7 +15,8 @@ from socket import socket
 from typing import Any
 
 from aligner.environments.task_folders import TaskFolder, read_task
-from aligner.errors import SandboxError
+from aligner.errors import EnvironmentCodeError, SandboxError
+from aligner.foreign import parse_json
 from aligner.sandbox.images import unpacked
 from aligner.sandbox.proxy import PORT, HostList, Proxy
 from aligner.sandbox.terminal import TerminalLimits, TerminalSandbox, lacks
@@ -24,7 +25,7 @@ TEST = "/tests/test.sh"
 ERROR = "error: "  # by which a worker counts calls that failed
 INPUT, AGENT_PORT = "/run/agent.json", 3129  # of an agent's program: its input, and where it reaches the model
 AGENT_WAITS_S = 1e6  # for the model: environment.timeout_s bounds an agent's time between its requests
-REWARD = "/logs/verifier/reward.txt"
+REWARDS = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"  # the first one counts, as in Harbor
 # a test imports neither what lies in the folder of the work nor what the agent has installed for its user
 CLEAN = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONPATH": "/tests", "PYTHONDONTWRITEBYTECODE": "1"}
 OPEN, AT = (PORT,), f"http://127.0.0.1:{PORT}"
@@ -139,17 +140,20 @@ class Terminal:
         return self._text(self._open.write, {path: text}) or f"wrote {path}"
 
     def get_reward(self) -> float | None:
-        """Run the tests. Return the number in reward.txt if they write one, else 1 if they exit with 0, else 0."""
+        """Run the tests. Return `reward` of their reward.json, else the number in their reward.txt, else 1 if they exit
+        with 0, else 0. Raises EnvironmentCodeError for another reward.json."""
         sandbox = self._open
         with _TURN:
             sandbox.renew()
             files = {f"/tests/{name}": text for name, text in self._task.tests.items()}
-            expect_done(sandbox.write(files | {f"{os.path.dirname(REWARD)}/.keep": ""}), "tests")
+            expect_done(sandbox.write(files | {f"{os.path.dirname(REWARDS[0])}/.keep": ""}), "tests")
             seconds = self._task.test_s or self._test_s
             result = sandbox.run(["bash", TEST], seconds, CLEAN | dict(self._task.environ))
-            text = sandbox.read(REWARD)
+            fields, text = map(sandbox.read, REWARDS)
         self._end()
-        return _number(text) if text is not None and not result["why"] else float(result["status"] == 0)
+        if result["why"] or (fields is None and text is None):
+            return float(result["status"] == 0)
+        return _number(text or "") if fields is None else _reward_in(fields)
 
     @property
     def listener(self) -> socket:
@@ -214,6 +218,17 @@ def _texts(files: Any) -> dict[str, str]:
 def expect_done(answer: dict[str, Any], what: str) -> None:
     if answer["status"] != 0:
         raise RuntimeError(f"{what}: {answer['out'][-500:]}{answer['why']} (exit status {answer['status']})")
+
+
+def _reward_in(text: str) -> float:
+    """Return `reward` of a JSON object."""
+    fields = parse_json(text, REWARDS[0], EnvironmentCodeError, nan=True)
+    reward = fields.get("reward") if isinstance(fields, dict) else None
+    if not isinstance(reward, int | float):
+        raise EnvironmentCodeError(
+            f"{REWARDS[0]}: expected an object with a number `reward`, found {text.strip():.200}"
+        )
+    return _number(str(float(reward)))
 
 
 def _number(text: str) -> float:

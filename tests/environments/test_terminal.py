@@ -195,6 +195,9 @@ def test_a_task_of_harbor_is_played(tmp_path):
         ("echo 0.5 > /logs/verifier/reward.txt; exit 1", 0.5),
         ("echo nan > /logs/verifier/reward.txt", 0.0),
         ("ln -s /app/a.txt /logs/verifier/reward.txt", 0.0),
+        ('cd /logs/verifier; echo 0.5 > reward.txt; echo \'{"quality": 0.1, "reward": 0.75}\' > reward.json', 0.75),
+        ("echo '{\"reward\": NaN}' > /logs/verifier/reward.json", 0.0),
+        ("echo '{\"reward\": true}' > /logs/verifier/reward.json; exit 1", 1.0),
         ("while :; do :; done", 0.0),
         ("touch /usr/x || test -e /app/b.txt -a ! -e /logs/agent", 1.0),
     ],
@@ -203,6 +206,21 @@ def test_a_reward_is_the_tests_number_or_their_exit_status(tests, reward):
     made = opened({"tests": tests}, test_s=0.5)
     made.bash("touch b.txt; touch /logs/agent")
     assert made.get_reward() == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("reward: 1", "reward.json:1: not valid JSON"),
+        ("{}", "expected an object with a number `reward`, found {}"),
+        ("[1.0]", "expected an object with a number `reward`, found [1.0]"),
+        ('{"reward": "1", "quality": 1}', 'a number `reward`, found {"reward": "1", "quality": 1}'),
+    ],
+)
+def test_a_file_of_rewards_without_a_reward_is_refused(text, words):
+    made = opened({"tests": {"test.sh": "cp /tests/r /logs/verifier/reward.json", "r": text}})
+    with pytest.raises(EnvironmentCodeError, match=re.escape(words)):
+        made.get_reward()
 
 
 def call(name: str, **arguments) -> dict:
@@ -242,6 +260,23 @@ def test_a_start_is_quick_and_many_neither_thrash_nor_time_out():
         many = list(threads.map(lambda _: opened(waits_s=5), range(16)))
         texts = list(threads.map(lambda made: made.bash("for i in 1 2 3; do ls | wc -l; done"), many))
     assert texts == ["1\n1\n1"] * 16
+
+
+def test_a_terminal_whose_programs_wait_is_looked_at_rarely_and_keeps_its_limit():
+    """As while an agent's program waits for the model. Each look is a wait of the process that watches."""
+    with ThreadPoolExecutor(1) as threads:
+        sandbox = TerminalSandbox(TerminalLimits())
+        text = "sleep 4; touch done; while :; do :; done"
+        asked = threads.submit(sandbox.run, ["bash", "-c", text], 0.5, {}, 1e6)
+        (first,) = psutil.Process(sandbox._session._process.pid).children()
+        time.sleep(1)
+        begun, before = time.monotonic(), first.num_ctx_switches().voluntary
+        time.sleep(2)
+        looks = first.num_ctx_switches().voluntary - before
+        assert looks < (time.monotonic() - begun) / 0.1
+        assert asked.result(120)["why"].startswith("it computed for 0.5 s")
+        assert sandbox.read("done") == ""
+        sandbox.close()
 
 
 def test_arguments_that_are_refused_before_a_run(tmp_path):
