@@ -1,7 +1,10 @@
 """Agents that are command lines, in the sandbox of their task: what they reach, who decides, what is left."""
 
+import shutil
 import socket
+import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,9 @@ from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
 from aligner.errors import EnvironmentCodeError
 from aligner.sandbox.terminal import lacks
-from tests.environments.test_agents import first, reply
+from tests.environments.test_agents import QUESTION, SAMPLING, first, reply
+from tests.environments.test_terminal_images import make_root, sif, squashfs
+from tests.needs import lacking
 
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.skipif(bool(why := lacks()), reason=str(why))
@@ -33,10 +38,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("answers")
 
 
-def opened(folder) -> Pool:
+def opened(folder, cfg=None) -> Pool:
     log = AnswerLog(folder, 0)
     log.begin(1)
-    return Pool(config(), [], log)
+    return Pool(cfg or config(), [], log)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,49 @@ def test_nothing_is_left_of_an_agent_whose_trajectory_ends(pool):
     pool.forget(session)
     while sleeps():
         assert time.monotonic() < until
+
+
+def images(folder: Path) -> list[Path]:
+    """Make an image with an agent, of each kind."""
+    root = make_root(folder / "image")
+    shutil.copy(AGENT.with_name("image_agent.sh"), root / "usr/bin/agent")
+    (root / "usr/bin/agent").chmod(0o755)
+    with tarfile.open(folder / "image.tar", "w") as file:
+        file.add(root, ".")
+    packed = squashfs(folder, root).rename(folder / "image.sqsh")
+    return [root, folder / "image.tar", packed, sif(folder / "image.sif", packed)]
+
+
+def test_programs_of_images_are_agents_many_at_a_time_and_none_gets_anothers_answer(tmp_path):
+    if shutil.which("mksquashfs") is None:
+        lacking("there is no mksquashfs (package `squashfs-tools`)")
+    kinds, pool = images(tmp_path), opened(tmp_path / "answers", config("agent", readable=[]))
+    sessions = []
+    for i in range(8):
+        task = tmp_path / f"task{i}"
+        for name, text in (
+            ("task.toml", ""),
+            ("instruction.md", f"Task {i}"),
+            ("tests/test.sh", f"grep -qx {i}{i}{i} said"),
+        ):
+            (task / name).parent.mkdir(parents=True, exist_ok=True)
+            (task / name).write_text(text)
+        (task / "environment").mkdir()
+        (task / "environment" / kinds[i % 4].name).symlink_to(kinds[i % 4])
+        sessions.append(Session(f"image{i}", i, {"task": str(task)}))
+    row = {"messages": QUESTION, "sampling": SAMPLING}
+    asked = [pool.ask(session, "reset", seed=session.seed, row=session.row, **row) for session in sessions]
+    events = [one.result(300) for one in asked]
+    assert [shown(event) for event in events] == [f"Task {i}" for i in range(8)]
+    for turn in range(3):
+        with ThreadPoolExecutor(8) as threads:
+            says = [f"printf {i} >> said; echo $(cat said) {'done' * (turn == 2)}" for i in range(8)]
+            order = sorted(range(8), key=lambda i: i * (3 + 2 * turn) % 8)
+            replies = {i: threads.submit(reply, pool, sessions[i], events[i], says[i]) for i in order}
+            events = [replies[i].result(300) for i in range(8)]
+        if turn < 2:
+            assert [shown(event) for event in events] == [f"{i}" * (turn + 1) for i in range(8)]
+    assert [event["value"]["end"] for event in events] == [1.0] * 8, events
 
 
 def test_what_cannot_be_an_agents_environment_is_refused_before_a_run():

@@ -38,8 +38,11 @@ NEEDED = ("bash", "grep", "cat", "mkdir", "rm", "cp", "chmod", "test", "ls")
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory) -> Path:
-    """A root file system of a few programs."""
-    root = tmp_path_factory.mktemp("image") / "root"
+    return make_root(tmp_path_factory.mktemp("image") / "root")
+
+
+def make_root(root: Path) -> Path:
+    """Make a root file system of a few programs."""
     for name in NEEDED:
         program = shutil.which(name)
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
