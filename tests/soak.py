@@ -107,7 +107,8 @@ ROUTED = ["model.init=random", "model.family=glm4_moe", "model.tie_embeddings=fa
 ROUTED += ["model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 20, shared_ffn_hidden_size: 20, dense_layers: [0]}"]
 ROUTED += ["mismatch.replay_routing=true", "model.mtp.layers=1", "batch.share_prompts=false", "engine.draft_tokens=2"]
 LAYOUTS["lag-windows-routing"] = (2, [*LAYOUTS["lag-windows"][1], *ROUTED])
-AGENT = "lag-windows-agent"  # of stage `turns`: requests of agents are held where a window ends
+# requests of agents are held where a window ends: of stage `turns`, and of `terminal`, there in sandboxes
+AGENT = "lag-windows-agent"
 LAYOUTS[AGENT] = (
     2,
     [*LAYOUTS["lag-windows"][1], "environment.path=''", "environment.agent=tests/assets/agents.py:dice"],
@@ -337,7 +338,10 @@ class Soak:
         if stage == TERMINAL:
             saved = f"checkpoint.async_save={str(async_save).lower()}"
             where = [*where, *[soak_terminal.PAGES] * (layout == "pages")]
-            own = soak_terminal.overrides(self.folder / TERMINAL, run, *COMMON, "run.eval_every=0", *where, saved)
+            data = self.folder / TERMINAL
+            if layout == AGENT:
+                where = [*LAYOUTS["lag-windows"][1], *soak_terminal.as_agent(data)]
+            own = soak_terminal.overrides(data, run, *COMMON, "run.eval_every=0", *where, saved)
             return frozen(own, world)
         if stage == "turns":
             return self._turns(world, run, *where, f"checkpoint.async_save={str(async_save).lower()}")
@@ -491,7 +495,7 @@ class Soak:
     def _layout(self, stage: str) -> str:
         special = (VLLM,) if stage in ("turns", TERMINAL) else ("lag", "pages", VLLM)
         able = [name for name in self.layouts if stage in ("grpo", "ppo") or not name.startswith(special)]
-        able = [name for name in able if stage == "turns" or name != AGENT]
+        able = [name for name in able if stage in ("turns", TERMINAL) or name != AGENT]
         weights = [2 if LAYOUTS[name][0] == 1 else 1 for name in able]  # several ranks take longer
         return self.random.choices(able, weights)[0]
 

@@ -1,7 +1,9 @@
-"""Runs of `tests.soak` in terminals: the toy tasks, and a random model whose words are read as commands."""
+"""Runs of `tests.soak` in terminals: the toy tasks, and a random model whose words are read as commands, by calls or
+by an agent in the sandbox."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import zlib
@@ -38,11 +40,21 @@ REPEATABLE = [
     "sleep 9 & echo b; exit 3",
     "pwd; echo $RANDOM",
 ]
+AGENT = Path(__file__).parent / "assets" / "sandboxed_agent.py"
 OTHERS = ["date +%N", "head -c 2 /dev/urandom | od -An -tu1"]  # which no new terminal answers the same
 
 
 def make_data(folder: Path) -> None:
     terminal_tasks.make_data(folder, 0)
+    alone = [command for command in (*REPEATABLE, *OTHERS) if "&" not in command]  # the agent waits for processes
+    (folder / "commands.json").write_text(json.dumps([*alone, "echo done"]))
+
+
+def as_agent(data: Path) -> list[str]:
+    """Return settings with which a program in the sandbox runs the commands."""
+    commands = data / "commands.json"
+    args = f"environment.args={{memory_mb: 128, disk_mb: 16, cpu_s: 5, readable: ['{AGENT}', '{commands}']}}"
+    return [f"environment.agent='python3 {AGENT} {commands}'", args]
 
 
 def overrides(data: Path, run: Path, *more: str) -> list[str]:
