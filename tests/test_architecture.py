@@ -197,10 +197,10 @@ def test_engines_are_asked_what_they_can_and_not_who_they_are():
 # lines of code and files that a stage reaches by imports, within functions too; a configuration or a GPU loads the rest
 # Files and lines of code that a stage may reach: set to the next hundred lines when a change needs more.
 CLOSURES = {
-    "sft": (249, 22_600),
-    "rm": (252, 22_900),
-    "grpo": (286, 26_000),
-    "ppo": (286, 26_100),
+    "sft": (249, 22_700),
+    "rm": (252, 23_000),
+    "grpo": (286, 26_100),
+    "ppo": (286, 26_200),
 }
 EXTENSIONS = (
     "board",

@@ -152,9 +152,9 @@ ranks.other_layers => parallel.stage_layers
 parallel.virtual_stages>1 => model.indexer.loss =0
     | with {parallel.virtual_stages=}: it would count the tokens of short micro-batches that are added for all to have
     a turn
-model.mtp.layers => parallel.pipeline =1
-    | with model.mtp.layers={model.mtp.layers}: the layer needs the embedding and the last layer on one rank
-    | Use parallel.tensor, parallel.context or parallel.expert.
+model.mtp.layers parallel.pipeline>1 !model.tie_embeddings => model.mtp.detach =true
+    | with {parallel.pipeline=}: the layer, on the last stage, sends the embedding on the first one no gradient
+    | Or use parallel.tensor, parallel.context or parallel.expert.
 stage.name=dpo|kto|online_dpo|rm => model.mtp.layers =0
     | for stage {stage.name}: sft, distill, grpo and ppo train such a layer
 stage.name=sample !engine.reads_ahead => model.mtp.layers =0

@@ -392,7 +392,7 @@ def build_model(
     if layout.virtual_stages > 1:  # for the schedule; before, GPTModel would take itself for one of the stages
         config.virtual_pipeline_model_parallel_size = layout.virtual_stages
         config.microbatch_group_size_per_vp_stage = layout.pipeline
-    predicts = cfg.mtp.layers and head.kind == "lm"
+    predicts = cfg.mtp.layers and head.kind == "lm" and layout.is_last_stage
     model.ahead = PredictingLayer(config, cfg, layout, ahead_spec(cfg, config, layout)) if predicts else None
     model.mixed_layers, model.lengths = cfg.mixed_layers, tuple(map(len, stages))
     factor = embedding_factor(cfg, dtype)

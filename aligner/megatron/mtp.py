@@ -7,6 +7,9 @@ has the layer as the one behind the last.
 
 Megatron's own (`MultiTokenPredictionBlock`) fits no stream. It finds the next tokens in `cu_seqlens`, a row and a
 message at a time, makes all logits at once, and asks global process groups. Here every rank has whole rows of tokens.
+
+The layer is on the last pipeline stage. A tied output matrix is the embedding there too. Of other models the first
+stage sends its embedding for each step. Megatron keeps a copy, with a gradient and moments.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
@@ -26,6 +30,8 @@ from aligner.errors import AlignerError
 from aligner.megatron.attention import Stream
 from aligner.megatron.groups import Layout
 from aligner.megatron.sharing import LayerConfig, SharedLinear, checkpoint_entries
+from aligner.megatron.variants import scale_embeddings
+from aligner.models.params import embedding_factor
 from aligner.ops.kernels.add_loss import add_loss
 from aligner.ops.kernels.logprobs import logit_numbers, token_logprobs
 from aligner.ops.packing.ahead import predicted_ahead, two_ahead
@@ -49,7 +55,8 @@ class PredictingLayer(torch.nn.Module):
         for name in ("enorm", "hnorm", "final_layernorm"):
             setattr(self, name, config.norm(config, config.hidden_size, config.layernorm_epsilon))
         self.eh_proj = SharedLinear(config, 2 * config.hidden_size, config.hidden_size)
-        self.layer = build_module(layer, config=config, layer_number=cfg.num_layers + 1, pg_collection=layout.pgs)
+        number = cfg.num_layers + 1 - config.pipeline_model_parallel_layout.get_layer_offset()  # which Megatron adds
+        self.layer = build_module(layer, config=config, layer_number=number, pg_collection=layout.pgs)
         if cfg.mtp.detach:
             for parameter in self.parameters():
                 parameter.grad_norm_group = OWN_NORM
@@ -74,22 +81,46 @@ class AheadLoss:
 
     def __init__(self, model: ShardedModel, logits_bytes: int):
         self.model, self.logits_bytes, self.tokens = model, logits_bytes, 1.0
+        self.learns = bool(model.cfg.mtp.layers) and model.head.kind == "lm"
+        self.embedding: LanguageModelEmbedding | None = None  # of the step
         self.totals = torch.zeros(2, dtype=torch.float64, device=model.device)  # of the step: losses, right guesses
 
     def pairs(self, packing: Packing, batch: TrainBatch) -> Packing | None:
-        """Return the pairs of a micro-batch, on the CPU; None in a model without the layer, or without gradient."""
+        """Return the pairs of a micro-batch, on the CPU; None on a stage without the layer, or without gradient."""
         learns = self.model.module.ahead is not None and torch.is_grad_enabled()
         return two_ahead(packing, predicted_ahead(batch)) if learns else None
 
     def begin(self, micro_batches: Sequence[TrainBatch]) -> None:
-        """Start a step. Collective over the data-parallel ranks."""
-        if self.model.module.ahead is None:
+        """Start a step. Collective over the data-parallel ranks, and over the first and last stage."""
+        if not self.learns:
             return
         # on the CPU: the host reads them at once
         tokens = torch.tensor(float(sum(int(predicted_ahead(b.trim()).sum()) for b in micro_batches)))
         dist.all_reduce(tokens, group=self.model.layout.pgs.dp)
         self.tokens = max(1.0, float(tokens))
         self.totals.zero_()
+        self.embedding = self._looked_up()
+
+    def _looked_up(self) -> LanguageModelEmbedding | None:
+        """Return the embedding, on the last stage. Collective over the first and last stage if they do not share it."""
+        model, module, layout = self.model, self.model.module, self.model.layout
+        ends, tied = layout.pgs.embd, module.share_embeddings_and_output_weights
+        if layout.is_first_stage:
+            if layout.pipeline > 1 and not tied:
+                dist.broadcast(module.embedding.word_embeddings.weight.detach(), group=ends, group_src=0)
+            return module.embedding
+        if not layout.is_last_stage:
+            return None
+        sizes = {"vocab_size": module.vocab_size, "max_sequence_length": module.max_sequence_length}
+        where = {"position_embedding_type": "none", "tp_group": layout.pgs.tp}
+        own = LanguageModelEmbedding(module.config, **sizes, **where).requires_grad_(False)
+        if tied:
+            own.word_embeddings.weight = module.output_layer.weight
+        else:
+            dist.broadcast(own.word_embeddings.weight, group=ends, group_src=0)
+        if (factor := embedding_factor(model.cfg, model.dtype)) != 1:
+            scale_embeddings(own, factor)
+        return own
 
     def attached(self, hidden: Tensor, batch: TrainBatch, stream: Stream) -> Tensor:
         """Return the model's last hidden states unchanged; backward through them minimises this loss as well."""
@@ -97,7 +128,8 @@ class AheadLoss:
         if ahead is None:
             return hidden
         following = batch.tokens.view(-1)[(ahead.source + 1).clamp_max(batch.tokens.numel() - 1)]
-        embedded, known, weight = model.module.embedding(following[None], None), hidden, model.head_weight
+        assert self.embedding is not None
+        embedded, known, weight = self.embedding(following[None], None), hidden, model.head_weight
         if cfg.mtp.detach:
             embedded, known, weight = embedded.detach(), hidden.detach(), weight.detach()
         where = {"vocab_size": cfg.vocab_size, "group": model.layout.pgs.tp if model.layout.tensor > 1 else None}
@@ -113,10 +145,12 @@ class AheadLoss:
 
     def metrics(self) -> ScalarMetrics:
         """Return mtp/loss, and mtp/acceptance, the share of tokens that were the most likely ones, equal on every rank.
-        Collective over the data-parallel ranks. Raises AlignerError if the loss is not finite."""
-        if self.model.module.ahead is None:
+        Collective over the data-parallel ranks and the stages. Raises AlignerError if the loss is not finite."""
+        if not self.learns:
             return {}
         dist.all_reduce(self.totals, group=self.model.layout.pgs.dp)
+        self.model.broadcast_from_last_stage(self.totals)
+        self.embedding = None
         loss, hits = (self.totals / self.tokens).tolist()
         if not math.isfinite(loss):  # of a detached layer, whose gradients are not in grad_norm
             expected = "a finite number. Resume from a checkpoint before it with a lower optim.lr"

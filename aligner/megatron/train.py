@@ -205,7 +205,7 @@ class ShardedModel:
             optimizer = on_demand(f"optim.name={optim.name}")(self, optim, **fields)
         fuse(optimizer)
         use_few_passes()
-        know_norms_apart(optimizer, self.module.ahead is not None and self.cfg.mtp.detach)
+        know_norms_apart(optimizer, self.ahead.learns and self.cfg.mtp.detach)
         return optimizer
 
     def _prepare(self, micro_batch: TrainBatch) -> tuple[TrainBatch, Stream]:
@@ -256,7 +256,7 @@ class ShardedModel:
             rank=layout.pgs.cp.rank(),
             over_heads=layout.over_heads,
             # the last token that rows share has several next ones
-            share=batch.tokens if self.share and self.module.ahead is None else None,
+            share=batch.tokens if self.share and not self.ahead.learns else None,
             routing=batch.routing,
             ragged=self.module.config.rows is not None,
             segments=bool(self.cfg.linear.key_heads),
@@ -361,7 +361,8 @@ class ShardedModel:
             language = self.head.kind == "lm"
             options = {"output_processor": last_hidden} if language else {}
             output = model(tokens[None], packing.positions[None], None, packed_seq_params=stream, **options)
-            output = self.ahead.attached(output, batch, stream)
+            if model is self.wrapped or model.post_process:  # not one of several stages of a rank before the last
+                output = self.ahead.attached(output, batch, stream)
             return output, lambda output, **kwargs: collect(output[:, 0] if language else output[0], batch, **kwargs)
 
         arguments = {

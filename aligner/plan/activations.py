@@ -21,6 +21,7 @@ from aligner.plan.shapes import (
     mlp_width,
     recomputed,
     recomputes_mlp,
+    sent_embedding,
     stage_layers,
     widest_mlp,
 )
@@ -136,13 +137,16 @@ def activation_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:
     wide = m.hidden_size * max(1, m.hyper.streams)  # between layers
     first = wide + 2 * m.num_layers * m.layer_input_size  # inputs of all layers, and what their norm sees
     ends = (stage == 0) * first / share + (stage == grid.pipeline - 1) * m.hidden_size * (1 + 1 / share)
-    ends += 6 * m.mtp.layers * m.hidden_size / share  # both inputs of such a layer, their norms, and its last one's
+    sent = 0
+    if m.mtp.layers and stage == grid.pipeline - 1:
+        ends += 6 * m.hidden_size / share  # both inputs of such a layer, their norms, and its last one's
+        sent = sent_embedding(m, grid)
     again = recomputed(m, grid, stage, job.recompute)
     kept = sum(own * wide / share if twice else job.kept * size for size, twice in zip(layers, again, strict=True))
     turns, behind = grid.virtual, grid.pipeline - stage - 1
     in_flight = min(stream.count, behind + 1 if turns == 1 else (2 * behind + (turns - 1) * grid.pipeline + 1) / turns)
     mask = stream.shared.mask if stream.shared else 0.0
-    return job.element * in_flight * (kept + ends * own + mask)
+    return job.element * (in_flight * (kept + ends * own + mask) + sent)
 
 
 def backward_bytes(job: PlanJob, model: PlannedModel, stage: int) -> float:

@@ -129,13 +129,25 @@ def stage_layers(m: ModelConfig, grid: Grid, stage: int) -> tuple[Kinds, ...]:
 def _stage_layers(same: _Same, grid: Grid, stage: int) -> tuple[Kinds, ...]:
     m = same.model
     exact = range(m.num_layers) if m.fp8_step == 1 else (0, m.num_layers - 1) if m.keeps_ends else ()
-    layers = *m.rank_layers(grid)[stage], *[m.num_layers] * _ahead(m, grid, stage)
-    return tuple((*m.layer_kinds(layer), *["fp8"] * (layer not in exact)) for layer in layers)
+    own = [(*m.layer_kinds(layer), *["fp8"] * (layer not in exact)) for layer in m.rank_layers(grid)[stage]]
+    # Megatron's block, which has FP8, has not the layer that predicts further tokens
+    return (*own, *[m.layer_kinds(m.num_layers) for _ in range(_ahead(m, grid, stage))])
 
 
 def _ahead(m: ModelConfig, grid: Grid, stage: int) -> int:
     """Return the layers for multi-token prediction on this stage."""
     return m.mtp.layers * (stage == grid.pipeline - 1)
+
+
+def around_ahead(m: ModelConfig) -> int:
+    """Return the parameters of the norms around a layer for multi-token prediction, and of the matrix before it."""
+    return m.mtp.layers * m.hidden_size * (3 + 2 * m.hidden_size)
+
+
+def sent_embedding(m: ModelConfig, grid: Grid) -> int:
+    """Return the elements that the last stage gets of the embedding for each step, to predict further tokens."""
+    sent = m.mtp.layers and grid.pipeline > 1 and not m.tie_embeddings
+    return -(-m.vocab_size // grid.tensor) * m.hidden_size if sent else 0
 
 
 def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]:

@@ -32,6 +32,7 @@ from aligner.plan.reads import reads
 from aligner.plan.shapes import (
     Grid,
     Kinds,
+    around_ahead,
     attention_widths,
     end_norms,
     entry_widths,
@@ -46,6 +47,7 @@ from aligner.plan.shapes import (
     recomputes_mlp,
     router_matrix,
     router_parameters,
+    sent_embedding,
     stage_layers,
 )
 from aligner.plan.sizes import filled_together
@@ -303,6 +305,9 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
             calls.append(CollectiveCalls("tp", "all_gather", looked_up))
     if last:
         calls += _head(model, grid, read.kept / grid.context * m.hidden_size * e, backward)
+        if m.mtp.layers and backward:
+            calls += _ahead(model, grid, hidden)
+            calls.append(CollectiveCalls("tp", "all_reduce", 4 * read.pairs / grid.context * 5, 2))
         # of what is read logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
         numbers = 2 if backward else 1
         if model.head == "lm":
@@ -352,6 +357,14 @@ def _head(model: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Ite
         yield CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
 
 
+def _ahead(model: PlannedModel, grid: Grid, hidden: float) -> Iterator[CollectiveCalls]:
+    """Yield the calls around a layer for multi-token prediction: next tokens are looked up, and others predicted."""
+    yield CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
+    if grid.sequence and not model.shape.mtp.detach:
+        yield CollectiveCalls("tp", "all_gather", hidden)
+    yield from _head(model, grid, hidden, backward=True)
+
+
 def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[CollectiveCalls]:
     """Return the calls that an optimizer step adds to its micro-batches: gradients over ranks with the same
     parameters. With the distributed optimizer they are scattered, and the new parameters gathered."""
@@ -380,12 +393,15 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
             each = (m.indexer.heads + m.indexer.head_dim) * m.hidden_size + 2 * m.indexer.head_dim
             norms += each * sum("indexer" in kinds for kinds in layers)
         norms += sum(router_parameters(m, kinds) for kinds in layers)
+        norms += around_ahead(m) * (stage == grid.pipeline - 1)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * norms))
     elif m.qk_norm:  # of which every tensor rank sees its own heads' part
         widths = sum(head_norms(m, kinds) for kinds in layers if "attention" in kinds)
         calls.append(CollectiveCalls("tp", "all_reduce", 4.0 * widths))
-    if m.tie_embeddings and model.head == "lm" and stage in (0, grid.pipeline - 1):
-        calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
+    if model.head == "lm" and stage in (0, grid.pipeline - 1):
+        calls.append(CollectiveCalls("ends", "broadcast", float(e * sent_embedding(m, grid))))
+        if m.tie_embeddings:
+            calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
     return within(calls, grid)
 
 
@@ -506,5 +522,4 @@ def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
         total += ("linear" in kinds) * linear_alike(m) + m.traits.layer_scalar
         total += ("indexer" in kinds) * (index_matrices(m) + 2 * m.indexer.head_dim)
         total += ("sparse" in kinds) * m.traits.branch_norms * m.moe.num_experts  # factors of the experts' weights
-    ahead = m.mtp.layers * m.hidden_size * (3 + 2 * m.hidden_size)  # norms and matrix in front of such a layer
-    return total + end_norms(m, grid, stage) + ahead * (stage == grid.pipeline - 1)
+    return total + end_norms(m, grid, stage) + around_ahead(m) * (stage == grid.pipeline - 1)

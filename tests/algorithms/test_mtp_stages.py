@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from aligner.errors import ConfigError
 from tests import stages
+from tests.run import jobs
 from tests.tools.test_convert import converted
 
 SHAPE = [
@@ -94,6 +95,24 @@ def test_a_policys_layer_learns_from_its_answers(data, taught, tmp_path):
     before, after = (load_file(folder / "hf" / "model.safetensors") for folder in (taught, run))
     changed = {name for name, t in after.items() if not torch.equal(t, before[name])}
     assert {"model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight"} <= changed
+
+
+@pytest.mark.multirank
+def test_stages_of_a_pipeline_learn_and_refit_it(ranks, data, taught, tmp_path):
+    """As one rank does, through a stop and a start from its checkpoint. The first stage has the embedding."""
+    options = [f"model.init={taught / 'hf'}", AHEAD, "refit.verify=checksum", "engine.draft_tokens=2"]
+    options += ["batch.share_prompts=false", "checkpoint.every=1", "sampling.temperature=0.5"]
+    one = stages.records(stages.stage("grpo", data, tmp_path / "one", *options, "run.steps=2"))
+    for steps in (1, 2):
+        own = [*options, "parallel.pipeline=2", f"run.steps={steps}"]
+        arguments = stages.overrides("grpo", data, tmp_path / "two", *own)
+        assert ranks.run(jobs.run_stage, world=2, arguments=arguments) == [0, 0]
+    for wanted, record in zip(one, stages.records(tmp_path / "two"), strict=True):
+        assert record["refit/sentinel_error"] < 1e-5 and record["engine/draft_acceptance_rate"] > 0
+        for name in ("mtp/loss", "mtp/acceptance", "policy/grad_norm", "refit/bytes"):
+            assert record[name] == pytest.approx(wanted[name], rel=1e-3), name
+    left, right = stages.weights(tmp_path / "one"), stages.weights(tmp_path / "two")
+    assert left.keys() == right.keys() and all((left[name] - right[name]).abs().max() < 1e-4 for name in left)
 
 
 def test_a_checkpoint_without_the_layer_is_no_start_for_it(data, tmp_path):

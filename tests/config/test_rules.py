@@ -318,7 +318,7 @@ sft ; model=deepseek_v3 ; model.mtp.layers=1 ; model.lora.rank=2 => model.mtp.la
 dpo ; model=deepseek_v3 ; model.mtp.layers=1 => model.mtp.layers
 sample ; model=deepseek_v3 ; model.mtp.layers=1 => model.mtp.layers
 sample ; model=deepseek_v3 ; model.mtp.layers=1 ; engine=vllm => model.mtp.layers
-sft@2 ; model=deepseek_v3 ; model.mtp.layers=1 ; parallel.pipeline=2 => parallel.pipeline
+sft@2 ; model=deepseek_v3 ; model.mtp.layers=1 ; parallel.pipeline=2 ; model.mtp.detach=false => model.mtp.detach
 sft@2 ; model=glm5 ; model.indexer.shared_layers=[3, 39] ; parallel={pipeline: 2, stage_layers: [39, 39]}
     => parallel.stage_layers
 sft ; model=deepseek_v4_flash ; model.entries.tokens=0 => model.entries.tokens

@@ -49,6 +49,10 @@ MODELS_AND_HEADS = {
 CUT = {name: {"cfg": cfg} for name, cfg in MORE.items() if name not in ("yarn", "longrope")}
 CUT["indexer_loss"] = {"cfg": replace(MORE["glm_moe_dsa"], indexer=replace(MORE["glm_moe_dsa"].indexer, loss=0.5))}
 AHEAD = {"mtp": {"cfg": replace(MORE["deepseek_v3"], mtp=MtpConfig(1, loss=0.5, detach=False))}}
+AHEAD["mtp-four"] = {"cfg": replace(AHEAD["mtp"]["cfg"], num_layers=4)}
+AHEAD["mtp-untied"] = {
+    "cfg": replace(MORE["deepseek_v3"], num_layers=4, tie_embeddings=False, mtp=MtpConfig(1, loss=0.5))
+}
 CUT["gpt_oss"] = {"cfg": replace(GPT_OSS, num_layers=4)}  # context ranks round 10 % more with three
 STAGED = CUT | AHEAD | {"five": {"cfg": replace(MODELS["qwen3"], num_layers=5)}}
 for over in ("minibatch", "micro_batch"):
@@ -151,7 +155,9 @@ def test_windows_learn_the_same(ranks, alone, name, layout):
     + [("gemma4-inputs", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
     + [("indexer_loss", layout) for layout in ("cp2-heads", "cp2-tp2-sequence", "padded", "shared")]
     + [("deepseek_v4", layout) for layout in ("cp2-tp2-sequence", "padded", "shared")]
-    + [("mtp", layout) for layout in ("tp2", "tp2-sequence", "cp2", "cp2-heads", "dp2", "padded", "shared")],
+    + [("mtp", layout) for layout in ("tp2", "tp2-sequence", "cp2", "cp2-heads", "dp2", "padded", "shared")]
+    + [("mtp-untied", layout) for layout in ("pp2", "tp2-pp2", "cp2-pp2")]
+    + [("mtp-four", layout) for layout in ("pp2", "cp2-pp2")],
 )
 def test_more_families_learn_the_same(ranks, alone, name, layout):
     """Those whose features reach across ranks."""
@@ -176,6 +182,9 @@ def test_more_families_learn_the_same(ranks, alone, name, layout):
         ("five", "pp2-dp2-turns"),
         ("nemotron_h", "pp2-turns"),
         ("deepseek_v4", "pp2-turns"),
+        ("mtp-untied", "pp3"),
+        ("mtp-untied", "tp2-pp2-turns"),
+        ("mtp-four", "pp2-turns"),
         ("balanced, minibatch", "tp2-pp2-turns"),
         ("balanced, micro_batch", "pp2-turns"),
     ],

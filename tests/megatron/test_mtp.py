@@ -150,9 +150,10 @@ def test_a_checkpoint_has_the_layer_for_any_layout(ranks, tmp_path):
     (saved,) = ranks.run(save_and_go_on, folder=tmp_path, **model)
     (again,) = ranks.run(load_and_step, folder=tmp_path, **model)
     assert same(again["after"], saved["after"]) and again["metrics"] == saved["metrics"]
-    for other in ranks.run(load_and_step, world=2, folder=tmp_path, parallel=ParallelConfig(tensor=2), **model):
-        assert same(other["weights"], saved["weights"])
-        assert other["metrics"]["mtp/loss"] == pytest.approx(saved["metrics"]["mtp/loss"], rel=1e-5)
+    for parallel in (ParallelConfig(tensor=2), ParallelConfig(pipeline=2)):
+        for other in ranks.run(load_and_step, world=2, folder=tmp_path, parallel=parallel, **model):
+            assert same(other["weights"], saved["weights"])
+            assert other["metrics"]["mtp/loss"] == pytest.approx(saved["metrics"]["mtp/loss"], rel=1e-5)
 
 
 @on_ranks(1)

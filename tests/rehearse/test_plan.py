@@ -27,6 +27,8 @@ CASES = {
     "apart": ["stage=grpo", "model=llama3_8b", "parallel.tensor=2", *ROLLOUT, *APART],
     "experts": ["stage=sft", "model=qwen3_30b_a3b", "parallel.expert=4", "parallel.context=2", *ROWS],
 }
+CASES["ahead"] = ["stage=sft", "model=glm4.5_air", "model.moe.num_experts=16", "model.mtp.layers=1", *ROWS]
+CASES["ahead"] += ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true", "data.max_tokens=2048"]
 CASES["buffers"] = [*CASES["sft"][:-1], "batch.micro_batch_tokens=4096", "model.megatron.tp_comm_overlap=true"]
 CASES["fp8"].append("model.megatron={fp8: hybrid, fp8_recipe: tensorwise, first_last_layers_bf16: true}")
 SHARING = {
@@ -53,6 +55,7 @@ KINDS = {  # as torch calls them
     "all_gather": ("allgather_base", "allgather_into_tensor_coalesced"),
     "reduce_scatter": ("reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     "all_to_all": ("alltoall_base",),
+    "broadcast": ("broadcast",),
     "send": ("send",),
 }
 GPUS, STEPS = 8, 2
