@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from aligner.data.tokenizer import load_tokenizer
-from aligner.engines.native.draft_model import KEY, drafting, exported
 from aligner.errors import ConfigError, DataError
+from aligner.families.draft_folder import KEY, drafting, eagle_head, exported
 
 
-def check_tokens(folder: str, tokenizer: Any) -> None:
-    """Raise ConfigError unless the model in a folder can draft, and has the tokens of this tokenizer."""
+def check_tokens(folder: str, tokenizer: Any, heads: bool = False) -> None:
+    """Raise ConfigError unless the model in a folder can draft, and has the tokens of this tokenizer. `heads`: so can
+    an EAGLE-3 head, which is published without a tokenizer."""
+    if heads and eagle_head(folder) is not None:
+        return
     drafting(folder)
     try:
         theirs = load_tokenizer(str(exported(folder)), announce=False).get_vocab()

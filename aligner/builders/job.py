@@ -188,7 +188,8 @@ def _joined(cfg: Config, env: RankEnv, device: torch.device, signals: StopSignal
     use_chat_template(initial.tokenizer, cfg.data)
     validate_model(cfg, initial.config)
     if uses(cfg.stage.name, "engine.draft_model") and cfg.engine.draft_model:
-        on_demand("engine.draft_model, to check")(cfg.engine.draft_model, initial.tokenizer)
+        heads = cfg.engine.child is not None
+        on_demand("engine.draft_model, to check")(cfg.engine.draft_model, initial.tokenizer, heads)
     if device.type == "cuda":
         validate_on_gpu(cfg, initial.config)
     if cfg.model.lora.rank:

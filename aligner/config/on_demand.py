@@ -40,7 +40,10 @@ ON_DEMAND: dict[str, tuple[str, Callable[[Config], bool]]] = {
     "engine.ranks, between ranks": ("aligner.engines.bridge:Bridge", lambda cfg: cfg.engine.ranks > 0),
     "engine.ranks, to order": ("aligner.engines.native.remote:RemoteEngine", lambda cfg: cfg.engine.ranks > 0),
     "engine.quantization": ("aligner.engines.quantized:quantized_engine", emulated),
-    "engine.draft_model": ("aligner.engines.native.draft_model:DraftModel", lambda cfg: bool(cfg.engine.draft_model)),
+    "engine.draft_model": (
+        "aligner.engines.native.draft_model:DraftModel",
+        lambda cfg: bool(cfg.engine.draft_model and cfg.engine.can.computes_here),
+    ),
     "engine.draft_model, to check": (
         "aligner.builders.draft_tokens:check_tokens",
         lambda cfg: bool(cfg.engine.draft_model),

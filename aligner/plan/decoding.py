@@ -70,7 +70,7 @@ def drafting_alone(job: PlanJob) -> PlanJob:
     """Return the job of the model that drafts."""
     engine = job.engine
     assert engine is not None and engine.drafter is not None
-    own = replace(engine, tensor=1, shares=1, matrix=0.0, drafter=None)
+    own = replace(engine, tensor=engine.drafting, shares=1, matrix=0.0, drafter=None)
     return replace(job, models=(PlannedModel("policy", engine.drafter),), engine=own)
 
 

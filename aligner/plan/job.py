@@ -18,6 +18,7 @@ from aligner.config.sections.model.config import ModelConfig, beside, for_run, g
 from aligner.config.sections.vllm import request_shares
 from aligner.config.stages import STAGES
 from aligner.errors import ConfigError
+from aligner.families.draft_folder import eagle_head
 from aligner.families.hf_config import config_from_hf
 from aligner.plan.linear import package_installed, row_bytes
 from aligner.plan.presets import preset_of
@@ -85,8 +86,13 @@ class Engine:
     page: int = 0  # tokens of a page of the cache, which rows take as they grow; 0: rows are whole
     drafts: int = 0  # tokens drafted for a row, at most `max_batch` tokens of a step
     ahead: bool = False  # by the model's layer for multi-token prediction, if it has one
-    drafter: ModelConfig | None = None  # a model that drafts, whole on each GPU (`engine.draft_model`)
+    drafter: ModelConfig | None = None  # a model that drafts (`engine.draft_model`)
     accepted: float = 0.0  # tokens that a row gets from a step with drafts; 0: drafts are not counted
+
+    @property
+    def drafting(self) -> int:
+        """The GPUs that share the weights and cache of a model that drafts; in the rank's own process each has all."""
+        return self.tensor // self.shares if self.reserved else 1
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,7 @@ class PlanJob:
         engine, shape = self.engine, self.served.shape
         assert engine is not None
         token = kv_bytes(shape, engine.element, engine.tensor // engine.shares) + self.routing
-        token += kv_bytes(engine.drafter, engine.element) if engine.drafter else 0
+        token += kv_bytes(engine.drafter, engine.element, engine.drafting) if engine.drafter else 0
         at_once = engine.lag if engine.in_flight else 1 + engine.lag * bool(engine.window)
         rows = self.rows.count / self.replicas * at_once
         half = self.rows.prompt_mean + self.rows.response_mean / 2  # what a row has so far, on average
@@ -345,10 +351,16 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
         page=e.page_tokens,
         drafts=e.draft_tokens,
         ahead=e.reads_ahead,
-        drafter=shape_beside(shape, e.draft_model) if e.draft_tokens and e.draft_model else None,
+        drafter=_drafter(shape, e.draft_model) if e.draft_tokens and e.draft_model else None,
         pauses=e.can.windows and (not cfg.environment.on or tensor == 1),
     )
     return replace(planned, **entry_of(e.name).planned)
+
+
+def _drafter(shape: ModelConfig, folder: str) -> ModelConfig | None:
+    """Return the shape of the model that drafts. An EAGLE-3 head is not counted."""
+    here = _config_of(folder) is not None
+    return None if here and eagle_head(folder) is not None else shape_beside(shape, folder)
 
 
 def _released(cfg: Config) -> bool:
@@ -453,7 +465,12 @@ def shape_beside(run: ModelConfig, folder: str) -> ModelConfig:
 def shape_at(like: ModelConfig, init: str) -> ModelConfig:
     """Return the shape in the folder `init`, completed by the keys of the run of `like`; `like` where the folder has
     none (yet). The folder's `hf` (of a finished run) comes first, and `source` (of an import) last."""
+    source = _config_of(init)
+    return like if source is None else for_run(config_from_hf(source), like)
+
+
+def _config_of(init: str) -> Path | None:
+    """Return where the config.json of a folder is; None where it has none (yet)."""
     folder = Path(init).expanduser()
     candidates = (folder / subfolder for subfolder in ("hf", "", "source"))
-    source = next((path for path in candidates if init and (path / "config.json").is_file()), None)
-    return like if source is None else for_run(config_from_hf(source), like)
+    return next((path for path in candidates if init and (path / "config.json").is_file()), None)

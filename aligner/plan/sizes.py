@@ -207,8 +207,10 @@ def _engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:
     logits = max(slots, min(slots * (1 + engine.drafts), engine.max_batch)) * m.vocab_size
     weights = engine_bytes(m, engine.tensor, engine.element, engine.matrix, engine.shares)
     weights += kept_bytes(m, job.element, engine.tensor) if engine.factors else 0
-    drafter = {"draft model": engine_bytes(engine.drafter, 1, engine.element)} if engine.drafter else {}
-    return {"engine weights": weights, "kv cache": cache} | drafter, {
+    held = {"engine weights": weights, "kv cache": cache}
+    if engine.drafter:
+        held["draft model"] = engine_bytes(engine.drafter, engine.drafting, engine.element)
+    return held, {
         "prefill": engine.element * tokens * (wide + 3 * m.hidden_size) / engine.tensor,
         "sampling": 10.0 * logits + 8.0 * min(logits, SAMPLED_LOGITS),
     }

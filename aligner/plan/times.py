@@ -395,7 +395,8 @@ def generate_phase(job: PlanJob, machine: Machine) -> PhaseTime:
     phase.parts["prefill"] += prefill_seconds(m, tokens, seen, machine, job.package)
     phase.parts["prefill"] /= engine.tensor
     if engine.drafter:
-        phase.parts["drafts"] += prefill_seconds(engine.drafter, tokens, seen, machine, job.package)
+        drafts = prefill_seconds(engine.drafter, tokens, seen, machine, job.package)
+        phase.parts["drafts"] += drafts / engine.drafting
     own_rows, slots = rows.count / job.replicas, job.slots()[0]
     slots, lengths = min(slots, own_rows * (engine.lag if engine.in_flight else 1)), rows.lengths
 

@@ -444,7 +444,6 @@ grpo ; model=tiny_moe ; engine={name: vllm, draft_tokens: 4} ; mismatch.replay_r
     => mismatch.replay_routing
 grpo ; engine={max_batch: 4, draft_tokens: 4} => engine.draft_tokens
 grpo ; engine.draft_model=conf => engine.draft_tokens
-grpo ; engine={name: vllm, draft_tokens: 4, draft_model: conf} => engine.draft_model
 grpo ; model=qwen3_next_80b_a3b ; engine={name: vllm, draft_tokens: 4} => engine.draft_tokens
 grpo ; model=deepseek_v4_flash ; engine.draft_tokens=4 => engine.draft_tokens
 grpo ; engine={name: trtllm_engine, trtllm: {args: {backend: x}}} => engine.trtllm.args

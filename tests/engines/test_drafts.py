@@ -1,6 +1,7 @@
 """Drafts (`engine.draft_tokens`): the samples of an engine without them, from fewer decode steps."""
 
 import atexit
+import json
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -35,6 +36,7 @@ from tests.megatron.test_mtp import Oracle
 from tests.tiny import MORE
 
 COUNT = 4
+HEAD = {"num_attention_heads": 4, "hidden_size": 32, "vocab_size": 53}
 NAMES = "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5"
 AHEAD = {f"{name}-mtp": replace(MORE[name], mtp=MtpConfig(1)) for name in NAMES}
 
@@ -367,6 +369,12 @@ def test_models_that_cannot_draft_are_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=rf"^engine\.draft_model='[\w/-]*': {expected}"):
             make(LLAMA, draft_tokens=4, draft_model=folder)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]} | HEAD))
+    with pytest.raises(
+        ConfigError, match=r"a whole language model\. engine\.name=vllm drafts with LlamaForCausalLMEagle3"
+    ):
+        make(LLAMA, draft_tokens=4, draft_model=str(tmp_path))
+    check_tokens(str(tmp_path), None, heads=True)  # which have no tokenizer of their own
     own, other = byte_tokenizer(str(tmp_path)), byte_tokenizer(f"{drafter()}/hf")
     check_tokens(drafter(), own)
     other.add_tokens(["word"])

@@ -305,7 +305,7 @@ def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):
     assert ("engine=vllm would be faster: step " in capsys.readouterr().out) == faster
 
 
-def test_a_layer_that_drafts_takes_memory_and_time(capsys):
+def test_a_layer_that_drafts_takes_memory_and_time(capsys, tmp_path):
     """As one more layer of the engine's weights and cache; prompt lookup takes none."""
     job = ["plan", "--gpus", "64", "stage=grpo", "model=glm4.7_flash", "engine.max_batch=512", "parallel.expert=8"]
     job += [
@@ -336,6 +336,13 @@ def test_a_layer_that_drafts_takes_memory_and_time(capsys):
     lookup, layer, smaller = (plan["time"]["generate"]["parts"] for plan in plans.values())
     assert smaller["decode"] == lookup["decode"] and layer["drafts"] != smaller["drafts"] > 0
     assert "drafts" not in lookup and layer["decode"] == lookup["decode"] > layer["drafts"] > 0
+    main([*job, *drafts, *sources["model"], "engine=vllm"])  # on which each GPU has a share of it
+    shared = json.loads(capsys.readouterr().out)["memory"]["generate"]["items"]["draft model"]
+    assert shared == pytest.approx(plans["model"]["memory"]["generate"]["items"]["draft model"] / 4, rel=1e-2)
+    raw = {"architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 53}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert main([*job, *drafts, f"engine.draft_model={tmp_path}", "engine=vllm"]) == 0
+    assert "draft model" not in json.loads(capsys.readouterr().out)["memory"]["generate"]["items"]
 
 
 def test_a_plan_names_the_acceptance_from_which_drafts_pay(capsys):

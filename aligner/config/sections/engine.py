@@ -73,8 +73,8 @@ class EngineConfig(Section, key="engine"):
     )
     draft_model: str = key(
         "",
-        "Hugging Face or run folder of a smaller model with the same tokenizer, which drafts instead (native). It is "
-        "not trained.",
+        "Hugging Face or run folder of a smaller model with the same tokenizer, which drafts instead, or (vllm) of an "
+        "EAGLE-3 head. It is not trained.",
         rollouts=False,
     )
     dtype: str = key("auto", "Data type of the weights. auto: the trainer's.", choices=("auto", "float32", "bfloat16"))
@@ -170,7 +170,6 @@ section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.nam
 !can.computes_here => page_tokens =0 | with engine.name={name}: only native takes the key
 !can.drafts => draft_tokens =0 | with engine.name={name}
 draft_tokens => draft_tokens <max_batch | : a step with drafts has at most so many tokens
-!can.computes_here => draft_model = | with engine.name={name}: only native takes the key
 draft_model => draft_tokens >=1 | with engine.draft_model
 !sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)

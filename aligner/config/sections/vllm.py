@@ -43,6 +43,7 @@ class VllmConfig(ChildConfig, key="engine.vllm"):
             "kv_cache_memory_bytes": "engine.kv_cache_bytes",
             "enable_prefix_caching": "engine.vllm.prefix_reuse",
             "enable_sleep_mode": "engine.sleep",
+            "sleep_preserve_parameter_names": "engine.draft_model",
             "enforce_eager": "engine.cuda_graphs",
             "enable_return_routed_experts": "mismatch.replay_routing",
             "speculative_config": "engine.draft_tokens",
@@ -58,11 +59,16 @@ def same_minor(version: str) -> bool:
 
 def check_model(cfg: Config, model: ModelConfig) -> None:
     """Check that vLLM serves the model here. Raises ConfigError."""
-    traits, attention = model.traits, model.attention
     shares = request_shares(cfg.engine.vllm.args, cfg.engine.tensor_parallel)
     if shares > 1 and not model.moe.num_experts:
         hint = "Lower engine.tensor_parallel instead: then there are more replicas."
         raise ConfigError(SHARES, shares, "1 for a model without experts", hint)
+    check_shape(model)
+
+
+def check_shape(model: ModelConfig) -> None:
+    """Check that vLLM has this project's model of a shape. Raises ConfigError."""
+    traits, attention = model.traits, model.attention
     if "vllm" not in traits.served_by:
         expected = f"one of {', '.join(served_by('vllm'))} with engine.name=vllm"
         raise ConfigError("model.family", model.family, expected, f"{traits.vllm_refused} engine=native serves it.")

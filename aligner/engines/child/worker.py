@@ -61,6 +61,8 @@ class Settings:
     routed_layers: tuple[int, ...] = ()  # of which generations name each token's experts
     draft_tokens: int = 0  # that are drafted for a row, where the package does that
     drafts_ahead: bool = False  # by the model's layer for multi-token prediction
+    draft_folder: str = ""  # of another model, which drafts instead
+    draft_method: str = ""  # as the package names it
 
     @property
     def max_num_tokens(self) -> int:

@@ -9,34 +9,20 @@ model's token will be: by the same rule, with the number of its seed and positio
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from aligner.config.sections.model.config import ModelConfig
 from aligner.engines.native.cache import SlotCache
 from aligner.engines.native.drafts import RowTokens
 from aligner.engines.native.graphs import DecodeGraphs
 from aligner.engines.native.load import read
 from aligner.engines.native.model import NativeModel
 from aligner.engines.native.sampler import sample
-from aligner.errors import CheckpointError, ConfigError
-from aligner.families.hf_config import config_from_hf
+from aligner.families.draft_folder import drafting, exported
 from aligner.models.folder_check import check_folder
 from aligner.models.safetensors_io import open_hf
 from aligner.types import SamplingParams
-
-KEY = "engine.draft_model"
-
-
-def exported(folder: str) -> Path:
-    """Return the Hugging Face folder of a finished run, or the folder itself. Raises ConfigError."""
-    path = Path(folder).expanduser()
-    for each in (path / "hf", path):
-        if (each / "config.json").is_file():
-            return each
-    raise ConfigError(KEY, folder, "a Hugging Face folder (config.json), or a run that has exported one")
 
 
 class DraftModel:
@@ -123,16 +109,3 @@ class ModelDrafts(RowTokens):
         """Return `count` tokens from the one before the last, and their positions."""
         positions = (last[:, None] + torch.arange(-1, count - 1, device=last.device)).clamp_min(0)
         return self._tokens[: len(last)].gather(1, positions).long(), positions
-
-
-def drafting(folder: str) -> ModelConfig:
-    """Return the shape of the model in a folder that is to draft. Raises ConfigError for one that cannot."""
-    path = exported(folder)
-    try:
-        shape = config_from_hf(path)
-    except (ConfigError, CheckpointError) as error:
-        raise ConfigError(KEY, folder, "a language model of a supported family", str(error)) from error
-    if shape.traits.linear or shape.traits.entries:
-        expected = f"a model whose states can go back to the last token that was kept, not of family {shape.family}"
-        raise ConfigError(KEY, folder, expected)
-    return shape

@@ -17,8 +17,10 @@ from aligner.engines.child.buckets import Memory
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.worker import Settings
 from aligner.engines.native.fleet import Replicated
+from aligner.engines.vllm.drafter import METHODS, vllm_drafter
 from aligner.engines.vllm.pages import Pages
 from aligner.errors import ConfigError
+from aligner.families.draft_folder import EagleHead, exported
 from aligner.types import Sums
 
 VARIABLES = {
@@ -61,6 +63,7 @@ class VllmEngine(Replicated, ChildEngine):
 
     name, title = "vllm", "vLLM"
     worker = "aligner.engines.vllm.worker:VllmWorker"
+    _drafter: ModelConfig | EagleHead | None = None
 
     def __init__(self, model: ModelConfig, config: EngineConfig, *, device: torch.device | str, **options: Any):
         on_cpu = torch.device(device).type == "cpu"
@@ -75,6 +78,8 @@ class VllmEngine(Replicated, ChildEngine):
         if on_cpu:
             check_on_cpu(model, options["dtype"])
             self.block = 16 if model.latent.kv_rank else self.block
+        if config.draft_model:
+            self._drafter = vllm_drafter(config, model)
         super().__init__(model, config, device=device, **options)
 
     def _settings(self, memory: Memory) -> Settings:
@@ -88,6 +93,8 @@ class VllmEngine(Replicated, ChildEngine):
             max_seq_len=min(settings.max_seq_len, longest),
             block=self.block,
             prefix_reuse=self._reuses,
+            draft_folder=str(exported(self.config.draft_model).resolve()) if self._drafter else "",
+            draft_method=METHODS[type(self._drafter)] if self._drafter else "",
         )
 
     def take_sums(self) -> Sums:
@@ -109,7 +116,7 @@ class VllmEngine(Replicated, ChildEngine):
     @cached_property
     def _pages(self) -> Pages:
         ranks = self.tensor_parallel // request_shares(self.options.args, self.tensor_parallel)
-        return Pages.of(self.cfg, self.dtype, ranks, self.block, states=2 if self._reuses else 1)
+        return Pages.of(self.cfg, self.dtype, ranks, self.block, 2 if self._reuses else 1, self._drafter)
 
     def _variables(self) -> dict[str, str]:
         variables = VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}

@@ -32,10 +32,10 @@ class Extension:
         self.aligner_lasting = lasting
         model = self.model_runner.get_model()
         self.aligner_models = [(model, self.model_config)]
-        self.aligner_ahead = getattr(self.model_runner, "get_draft_model", lambda: None)()
-        if self.aligner_ahead is not None:  # which has embedding and output matrix of the model
-            draft = self.vllm_config.speculative_config.draft_model_config
-            self.aligner_models.append((self.aligner_ahead, draft))
+        drafts, self.aligner_ahead = self.vllm_config.speculative_config, None
+        if drafts is not None and drafts.method == "mtp":  # which has embedding and output matrix of the model
+            self.aligner_ahead = self.model_runner.get_draft_model()
+            self.aligner_models.append((self.aligner_ahead, drafts.draft_model_config))
         self.aligner_stacks = _stacks_experts(model)
         self.aligner_sinks = {name: p for name, p in model.named_parameters() if name.endswith(".sinks")}
         _take_single_projections(model)

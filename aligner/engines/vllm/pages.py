@@ -9,6 +9,7 @@ from math import ceil
 import torch
 
 from aligner.config.sections.model.config import ModelConfig
+from aligner.families.draft_folder import EagleHead
 
 
 def _numbers(model: ModelConfig, ranks: int) -> int:
@@ -19,6 +20,13 @@ def _numbers(model: ModelConfig, ranks: int) -> int:
     heads = attention.global_kv_heads or model.num_kv_heads
     kinds = ((model.num_kv_heads, model.kv_channels), (heads, attention.global_head_dim))
     return max(2 * max(1, heads // ranks) * width for heads, width in kinds)
+
+
+def _drafted(drafter: ModelConfig | EagleHead | None, ranks: int) -> int:
+    """Return the numbers of a token in all layers of what drafts beside the model."""
+    if isinstance(drafter, EagleHead):
+        return drafter.num_layers * max(1, drafter.num_kv_heads // ranks) * drafter.head_numbers
+    return 0 if drafter is None else drafter.num_layers * _numbers(drafter, ranks)
 
 
 def _indexed(model: ModelConfig) -> int:
@@ -35,14 +43,24 @@ class Pages:
     kept: int  # pages of a row of any length, and one that vLLM keeps for itself
 
     @classmethod
-    def of(cls, model: ModelConfig, dtype: torch.dtype, ranks: int, block: int, states: int) -> Pages:
+    def of(
+        cls,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        ranks: int,
+        block: int,
+        states: int,
+        drafter: ModelConfig | EagleHead | None = None,
+    ) -> Pages:
         """Return the pages of one of `ranks`. Without linear layers they have `block` tokens, with them the smallest
-        multiple that holds a state. `states`: of a row, in each linear layer."""
+        multiple that holds a state. `states`: of a row, in each linear layer. `drafter`: as in `vllm_drafter`, whose
+        layers are in the same pages."""
         token = dtype.itemsize * _numbers(model, ranks)
         linear, layers, others = model.linear, len(model.layers_of("linear")), len(model.layers_of("attention"))
         others += model.mtp.layers
         if not layers:
-            return cls(block, block * (others * token + _indexed(model)), 1, 1)
+            drafted = dtype.itemsize * _drafted(drafter, ranks)
+            return cls(block, block * (others * token + _indexed(model) + drafted), 1, 1)
         state = 4 * linear.value_heads * linear.value_head_dim * linear.key_head_dim
         state += dtype.itemsize * (linear.conv - 1) * linear.key_heads * linear.mixed_width
         tokens = block * ceil(state / ranks / (block * token))

@@ -24,8 +24,10 @@ from aligner.engines.child.buckets import Slot
 from aligner.engines.child.ranks import RankWorker, ending_all
 from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Progress, Row, Settings
+from aligner.engines.vllm.drafter import METHODS
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.errors import ConfigError, EngineError
+from aligner.families.draft_folder import KEY, MARK, EagleHead
 from aligner.loading import for_good
 from aligner.ops.reduce import gathered_messages, of_each_rank
 from aligner.types import SamplingParams
@@ -33,6 +35,7 @@ from aligner.types import SamplingParams
 _TAGS = {KV_CACHE: "kv_cache", WEIGHTS: "weights"}
 # share of a device that must be free when vLLM starts: the rest is the trainer's, and the cache has its own size
 _FREE = 0.01
+DRAWN = "probabilistic"  # a model's drafts are drawn at the row's temperature, as its tokens are
 _EXTENSION = "aligner.engines.vllm.extension.Extension"
 
 
@@ -60,6 +63,8 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
         # on a CPU vLLM fails at a prompt that a pass cuts: it sets its generator's offset, which only CUDA has
         "enable_chunked_prefill": torch.cuda.is_available(),
         "enable_sleep_mode": settings.sleep,
+        # no refit brings them: without a copy they would be lost where the weights are released
+        "sleep_preserve_parameter_names": ["draft.*"] if settings.draft_folder else [],
         "enforce_eager": not settings.cuda_graphs,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "worker_extension_cls": _EXTENSION,
@@ -71,14 +76,18 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def drafter(settings: Settings) -> dict[str, Any] | None:
-    """Return what drafts, as in the native engine: the model's own layer or the text of each row."""
+    """Return what drafts, as in the native engine: another model, the model's own layer, or the text of each row."""
     if not settings.draft_tokens:
         return None
-    if settings.drafts_ahead:
-        chosen = {} if torch.cuda.is_available() else {"attention_backend": "CPU_MLA"}  # as of the model
-        return {"method": "mtp", "num_speculative_tokens": settings.draft_tokens} | chosen
-    lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    return lookup | {"num_speculative_tokens": settings.draft_tokens}
+    chosen = {} if torch.cuda.is_available() else {"attention_backend": "CPU_MLA"}  # as of the model
+    if settings.draft_folder:
+        chosen |= {"method": settings.draft_method, "model": settings.draft_folder, "draft_sample_method": DRAWN}
+        chosen["draft_load_config"] = {"load_format": "auto"}  # its own weights, not any as of the model
+    elif settings.drafts_ahead:
+        chosen["method"] = "mtp"
+    else:
+        chosen = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    return chosen | {"num_speculative_tokens": settings.draft_tokens}
 
 
 @cache
@@ -97,23 +106,70 @@ def import_vllm() -> Any:
     return vllm
 
 
-def import_architectures(api: Any, folder: str, drafts_ahead: bool = False) -> None:
-    """Import the architectures in the config.json of `folder`, on a CPU, and that of its layer for multi-token
-    prediction. Otherwise vLLM inspects them in a separate process, to avoid starting CUDA here, which takes as long
-    again as its own start."""
+def import_architectures(api: Any, settings: Settings) -> None:
+    """Import the architectures of the model and of what drafts, on a CPU. Otherwise vLLM inspects them in a separate
+    process, to avoid starting CUDA here, which takes as long again as its own start."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         models = api.ModelRegistry.models
-        names = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures", [])
-        if drafts_ahead:
-            from vllm.config import SpeculativeConfig
-            from vllm.transformers_utils.config import get_config
-
-            names += SpeculativeConfig.hf_config_override(get_config(folder, False)).architectures
+        names = _own_architectures(settings)
+        if settings.draft_tokens and (settings.draft_folder or settings.drafts_ahead):
+            names += _drafting_architectures(settings)
         for name in names:
             if name in models:  # vLLM says which it has
                 api.ModelRegistry.register_model(name, models[name].load_model_cls())
+
+
+def _own_architectures(settings: Settings) -> list[str]:
+    return json.loads((Path(settings.folder) / "config.json").read_text(encoding="utf-8")).get("architectures", [])
+
+
+def _drafting_architectures(settings: Settings) -> list[str]:
+    from vllm.config import SpeculativeConfig
+    from vllm.transformers_utils.config import get_config
+
+    if settings.draft_folder:  # of which vLLM renames some
+        return list(get_config(settings.draft_folder, False).architectures or [])
+    return list(SpeculativeConfig.hf_config_override(get_config(settings.folder, False)).architectures)
+
+
+def check_head(api: Any, settings: Settings) -> None:
+    """Raise ConfigError unless vLLM has the EAGLE-3 head, and its model gives such a head its hidden states."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    models, hint = api.ModelRegistry.models, f"vLLM {api.__version__}"
+    if not set(_drafting_architectures(settings)) & models.keys():
+        known = ", ".join(name for name in models if MARK in name)
+        raise ConfigError(KEY, settings.draft_folder, f"a head that {hint} has: {known}")
+    for name in _own_architectures(settings):
+        if name in models and not supports_eagle3(models[name].load_model_cls()):
+            raise ConfigError(KEY, settings.draft_folder, f"a smaller model: {name} of {hint} takes no EAGLE-3 head")
+
+
+@cache
+def read_draft_model() -> None:
+    """Let vLLM read a smaller model from its folder. It only asks for `draft_load_config` where it reads a head, and
+    would give any other model random weights, as its model has until a refit."""
+    from vllm.v1.spec_decode import draft_model
+
+    load = draft_model.get_model
+    draft_model.get_model = lambda vllm_config, prefix: load(
+        vllm_config=vllm_config, prefix=prefix, load_config=vllm_config.speculative_config.draft_load_config
+    )
+
+
+@cache
+def seed_drafts() -> None:
+    """Let vLLM draw a draft with the row's own generator. It draws drafts of all rows with one that has no seed."""
+    from vllm.v1.sample.ops.topk_topp_sampler import random_sample
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    def draw(logits: Tensor, sampling: Any, *noise: Any) -> tuple[Tensor, Tensor]:
+        probabilities = (logits / sampling.temperature[:, None]).softmax(-1, dtype=torch.float32)
+        return random_sample(probabilities.clone(), sampling.generators, *noise), probabilities
+
+    llm_base_proposer.compute_probs_and_sample_next_token = draw
 
 
 @cache
@@ -172,7 +228,7 @@ class VllmWorker(RankWorker):
 
     def _start(self, settings: Settings) -> None:
         self.api = import_vllm()
-        import_architectures(self.api, settings.folder, bool(settings.draft_tokens) and settings.drafts_ahead)
+        import_architectures(self.api, settings)
         from vllm.engine.arg_utils import EngineArgs
 
         if self.line is not None:
@@ -183,6 +239,11 @@ class VllmWorker(RankWorker):
         args = checked_arguments(f"{VllmConfig.KEY}.args", settings.args, EngineArgs, version)
         if settings.draft_tokens and not torch.cuda.is_available():
             expand_temperatures()
+        if settings.draft_folder:
+            if settings.draft_method == METHODS[EagleHead]:
+                check_head(self.api, settings)
+            read_draft_model()
+            seed_drafts()
         if not torch.cuda.is_available() and "attention_backend" not in args:
             # else vLLM's latent attention with AMX, which takes only some sizes
             args = {"attention_config": {"backend": "CPU_MLA"}, **args}

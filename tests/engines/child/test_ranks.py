@@ -141,7 +141,8 @@ def test_each_rank_writes_its_own_memory_before_a_child_is_notified(nodes):
 
 def extension(rank=0, device="cpu", loader=None):
     actual = Extension()
-    actual.rank, actual.vllm_config, actual.model_config, actual.aligner_loading = rank, None, None, True
+    actual.rank, actual.model_config, actual.aligner_loading = rank, None, True
+    actual.vllm_config = SimpleNamespace(speculative_config=None)
     actual.parallel_config = SimpleNamespace(tensor_parallel_size=2)
     model = torch.nn.Module()
     model.load_weights = loader

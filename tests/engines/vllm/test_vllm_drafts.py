@@ -1,17 +1,29 @@
 """Drafts in vLLM (`engine.draft_tokens`)."""
 
+import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from aligner.config.sections.model.mtp import MtpConfig
+from aligner.engines.child.worker import Settings
 from aligner.engines.vllm.pages import Pages
+from aligner.engines.vllm.worker import engine_arguments
+from aligner.errors import ConfigError
+from aligner.families.draft_folder import eagle_head
+from aligner.families.hf_config import hf_config
 from aligner.models.params import expected_hf_shapes
+from aligner.models.safetensors_io import write_hf
 from aligner.types import SamplingParams
 from tests.engines.contract import PROMPTS, check_logprobs, fill, reference, responses, seeds_for
 from tests.engines.vllm.setup import LLAMA, MODELS, make_engine, needs_vllm
+from tests.engines.vllm.test_vllm_routing import function
 from tests.megatron.test_mtp import Oracle, rms
+from tests.tiny import hf_weights
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 COUNT, LENGTH = 2, 12
@@ -78,6 +90,113 @@ class Drafter:
         return total
 
 
+@torch.no_grad()
+def check_distribution(model, prompts, group, generations):
+    """Samples at temperature 1 are on average as likely as the model's own."""
+    excess, variance = 0.0, 0.0
+    for i, response in enumerate(responses(generations)):
+        prompt = list(prompts[i // group])
+        own = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        mean = (own.exp() * own).sum(-1)
+        excess += (own.gather(1, torch.tensor(response)[:, None])[:, 0] - mean).sum()
+        variance += (own.exp() * own.square()).sum(-1).sub(mean.square()).sum()
+    assert abs(excess) < 3 * variance**0.5, (excess, variance)
+
+
+def rates_of(engine, policies, temperature):
+    """Return the acceptance rate after an update with each of the policies, of samples that are theirs."""
+    sampling, seeds, rates = SamplingParams(LENGTH, temperature=temperature), seeds_for(PROMPTS, 8), []
+    for version, policy in enumerate(policies, engine.weight_version + 1):
+        fill(engine, policy, version)
+        outs = [engine.generate(PROMPTS, seeds, sampling) for _ in range(2)]
+        assert responses(outs[0]) == responses(outs[1])
+        check_logprobs(policy, PROMPTS, 8, outs[0], temperature or 1.0)
+        if temperature:
+            check_distribution(policy, PROMPTS, 8, outs[0])
+        sums = engine.take_sums()
+        accepted, drafted = sums["engine/draft_acceptance_rate"]
+        gained, drafts = sums["engine/mean_acceptance_length"]
+        assert gained - drafts == accepted
+        rates.append(accepted / drafted)
+    return rates
+
+
+def tight(folder, own):
+    """An engine with a cache of the longest row, but for little, and pages that hold what drafts, too. For fewer layers
+    vLLM would refuse the row."""
+    bytes_, rows = Pages.of(LLAMA, torch.float32, 1, 32, 1, own).bytes, 8 * len(PROMPTS)  # of a page
+    drafts = {"draft_tokens": COUNT, "draft_model": str(folder)}
+    return make_engine(replace(LLAMA, max_position=64 * rows), **drafts, kv_cache_bytes=(rows + 1) * bytes_)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_smaller_model_drafts_and_no_update_changes_it(name, tmp_path):
+    """Where it equals the policy, drafts are drawn from the very distribution that accepts them."""
+    model, other, cfg = reference(LLAMA), reference(LLAMA, 1), replace(MODELS[name], tie_embeddings=name == "llama")
+    raw = hf_config(cfg, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    write_hf(tmp_path / "hf", hf_weights(reference(cfg)).items(), raw)
+    same, unlike, again = rates_of(tight(tmp_path, cfg), (model, other, model), 1.0)
+    assert 0 < unlike < 0.5 and same == again
+    assert (same > 0.99) == (name == "llama")
+
+
+@torch.no_grad()
+def write_head(folder, policy):
+    """Write an EAGLE-3 head, as published ones, that drafts what was sampled last. Its layer adds nothing to the hidden
+    states of the model's last layer, and it knows the tokens 1 to 40."""
+    size, heads, kv, width, ffn, known = LLAMA.hidden_size, 4, 2, 32, 48, 40
+    shapes = {"q": (heads * width, 2 * size), "k": (kv * width, 2 * size), "v": (kv * width, 2 * size)}
+    weights = {f"midlayer.self_attn.{n}_proj.weight": torch.randn(shape) for n, shape in shapes.items()}
+    weights |= {f"midlayer.mlp.{n}_proj.weight": torch.randn(ffn, size) for n in ("gate", "up")}
+    weights |= {f"midlayer.{n}.weight": torch.ones(size) for n in ("input_layernorm", "hidden_norm")}
+    weights |= {
+        "midlayer.post_attention_layernorm.weight": torch.ones(size),
+        "midlayer.self_attn.o_proj.weight": torch.zeros(size, heads * width),
+        "midlayer.mlp.down_proj.weight": torch.zeros(size, ffn),
+        "fc.weight": torch.cat([torch.zeros(size, 2 * size), torch.eye(size)], 1),
+        "norm.weight": policy.model.norm.weight.clone(),
+        "lm_head.weight": policy.lm_head.weight[1 : 1 + known].clone(),
+        "d2t": torch.ones(known, dtype=torch.int64),
+        "t2d": (torch.arange(LLAMA.vocab_size) - 1).lt(known),
+    }
+    raw = hf_config(replace(LLAMA, num_layers=1), bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    raw |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": known, "tie_word_embeddings": False}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw | layers))
+
+
+@torch.no_grad()
+def repeating():
+    """A model whose likeliest token is the last one: its layers add little to the embedding, which is the output."""
+    model = reference(LLAMA)
+    for name, weight in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            weight *= 0.01
+    return model
+
+
+def test_an_eagle_head_reads_hidden_states_of_the_newest_weights(tmp_path):
+    model, other = repeating(), reference(LLAMA, 1)
+    write_head(tmp_path, model)
+    engine = tight(tmp_path, eagle_head(str(tmp_path)))
+    same, unlike, again = rates_of(engine, (model, other, model), 0.0)
+    assert same == again == 1 and unlike < 0.2
+    assert 0 < rates_of(engine, (other,), 1.0)[0] < 0.5
+
+
+def test_heads_that_vllm_lacks_or_cannot_feed_are_refused(tmp_path):
+    write_head(tmp_path, reference(LLAMA))
+    for cfg, change, expected in (
+        (MODELS["glm4_moe"], {}, r"expected a smaller model: Glm4MoeForCausalLM of vLLM .* takes no EAGLE-3 head"),
+        (LLAMA, {"architectures": ["Eagle3OurForCausalLM"]}, r"expected a head that vLLM .* has: .*Eagle3Llama"),
+    ):
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        with pytest.raises(ConfigError, match=rf"^engine\.draft_model='{tmp_path}': {expected}"):
+            make_engine(cfg, draft_tokens=COUNT, draft_model=str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
 @torch.no_grad()
 def test_the_models_layer_drafts_what_its_formula_says_after_every_update(name):
@@ -102,3 +221,26 @@ def test_the_models_layer_drafts_what_its_formula_says_after_every_update(name):
     check_logprobs(model, PROMPTS, 1, replace(outs[1], logprobs=outs[1].full_logprobs), 0.7)
     plain = engine.generate(PROMPTS, seeds, replace(sampling, top_p=1.0))
     check_logprobs(model, PROMPTS, 1, plain, 0.7)
+
+
+def test_a_gpu_worker_brings_back_what_drafts_where_weights_were_released():
+    """By its sources: its CPU build never releases them. What it shares with the model comes by the next refit."""
+    worker = partial(function, "v1/worker/gpu_worker.py")
+    kept = worker("_get_sleep_parameters")
+    assert "parameters.update(((f'draft.{name}', parameter)" in kept and "id(parameter) not in shared" in kept
+    assert "pattern != 'draft.*'" in worker("_save_sleep_parameters")  # one that may fit none
+    assert re.search(r"if level == 2:\n(.*\n)?\s+self._save_sleep_parameters\(model\)", worker("sleep"))
+    assert "wake_weights = tags is None or 'weights' in tags" in worker("wake_up")
+    assert re.search(r"if wake_weights and .*:\n\s+self._restore_sleep_parameters", worker("wake_up"))
+    settings = Settings("", None, 53, "float32", 64, 4, 1 << 24, *[True] * 4, 0, False, draft_folder="here")
+    assert engine_arguments(settings)["sleep_preserve_parameter_names"] == ["draft.*"]
+
+
+def test_what_the_worker_replaces_is_called_as_it_was_read():
+    """The second model runner, which does neither, never drafts: routing is refused with drafts."""
+    proposer = partial(function, "v1/spec_decode/llm_base_proposer.py")
+    assert "compute_probs_and_sample_next_token(logits, sampling_metadata, self.use" in proposer("_sample_from_logits")
+    assert "if sampling_metadata.all_greedy:" in proposer("_sample_from_logits")
+    assert "get_draft_load_config" in proposer("_get_model")
+    loads = function("v1/spec_decode/draft_model.py", "_get_model")
+    assert "get_model(vllm_config=draft_vllm_config, prefix='draft_model')" in loads

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import aligner.engines.child.engine as child
 from aligner.config.resolve import compose
+from aligner.config.sections.engine import EngineConfig
 from aligner.config.sections.model.attention import AttentionConfig
+from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.vllm import VllmConfig
 from aligner.config.validate_model import check_node, validate_model
 from aligner.engines import bridge
@@ -22,11 +25,13 @@ from aligner.engines.bridge import Bridge
 from aligner.engines.child.process import interpreter
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, Settings
 from aligner.engines.native.fleet import Fleet
+from aligner.engines.vllm.drafter import vllm_drafter
 from aligner.engines.vllm.engine import INVARIANT, VARIABLES, VllmEngine
 from aligner.engines.vllm.pages import Pages
 from aligner.engines.vllm.sampling import sampling_arguments
 from aligner.engines.vllm.worker import VllmWorker, engine_arguments, import_vllm
 from aligner.errors import ConfigError, LayoutError, RefitError
+from aligner.families.hf_config import hf_config
 from aligner.types import SamplingParams
 from tests.engines.vllm.setup import LINEAR, LLAMA, MODELS, PYTHON, make_engine, needs_vllm
 
@@ -392,6 +397,41 @@ for left in (arguments, {k: v for k, v in arguments.items() if k != "gpu_memory_
         print("starts")
     except ValueError as error:
         print(error)"""
+
+
+HEAD = {"architectures": ["Eagle3LlamaForCausalLM"], "num_attention_heads": 4, "hidden_size": 128, "vocab_size": 53}
+NESTED = HEAD | {"transformer_layer_config": HEAD, "target_hidden_size": 64}  # as `speculators` writes them
+
+
+@pytest.mark.parametrize(
+    ("raw", "options", "expected"),
+    [
+        (None, {}, "a Hugging Face folder"),
+        ({"model_type": "bert"}, {}, "a language model of a supported family"),
+        (MODELS["gemma3"], {}, "a model whose layers all have the same window, or none"),
+        (LINEAR["qwen3_next"], {}, "a model whose states can go back"),
+        (replace(LLAMA, family="glm"), {}, "a model that vLLM serves"),
+        (replace(LLAMA, vocab_size=54), {}, "vocab_size=53 in its config.json with engine.name=vllm, not 54"),
+        (HEAD | {"vocab_size": 60}, {}, "vocab_size=53 in its config.json with engine.name=vllm, not 60"),
+        (HEAD | {"hidden_size": 64}, {}, "a head for hidden states of 128 numbers, not of 64"),
+        (NESTED, {}, "a head for hidden states of 128 numbers, not of 64"),
+        (HEAD | {"vocab_size": "x"}, {}, r"a readable config\.json"),
+        (HEAD, {"tensor_parallel": 3}, "heads that 3 ranks can share, not 4 with 4 of keys"),
+        (HEAD, {"bare": True}, "a folder with the head's weights"),
+        (LLAMA, {}, r"a folder with the weights of its config\.json. .* lack model\.embed_tokens"),
+    ],
+)
+def test_folders_that_cannot_draft_are_refused_before_vllm_starts(raw, options, expected, tmp_path):
+    """By a Python that has no vLLM."""
+    if isinstance(raw, ModelConfig):
+        raw = hf_config(raw, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    if raw is not None:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        if not options.get("bare"):
+            save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^engine\.draft_model='{tmp_path}': expected {expected}"):
+        ranks = options.get("tensor_parallel", 1)
+        vllm_drafter(EngineConfig(name="vllm", draft_tokens=4, draft_model=str(tmp_path), tensor_parallel=ranks), LLAMA)
 
 
 @needs_vllm
