@@ -202,6 +202,22 @@ def expand_temperatures() -> None:
     rejection_sampler.expand_batch_to_tokens = expand
 
 
+@cache
+def reject_placeholders() -> None:
+    """Let vLLM's CPU build reject the drafts -1, with which it fills up rows that have none. Its kernel may keep them:
+    then the row loses a token."""
+    from vllm.utils import cpu_triton_utils
+
+    accept = cpu_triton_utils._rejection_random_sample_kernel_impl
+
+    def accept_tokens(*tensors: Any, **options: Any) -> None:
+        output, ends, drafts, *distributions, uniform = tensors[:8]
+        uniform = uniform.masked_fill(drafts < 0, torch.inf)
+        accept(output, ends, drafts.clamp_min(0), *distributions, uniform, *tensors[8:], **options)
+
+    cpu_triton_utils._rejection_random_sample_kernel_impl = accept_tokens
+
+
 def tell_rank(settings: Settings) -> None:
     """Let vLLM find this rank and its device, which a launcher would tell. The process group is there already. Its CPU
     build names shared memory after the end of the address: ranks of other engines or nodes have another one."""
@@ -239,6 +255,7 @@ class VllmWorker(RankWorker):
         args = checked_arguments(f"{VllmConfig.KEY}.args", settings.args, EngineArgs, version)
         if settings.draft_tokens and not torch.cuda.is_available():
             expand_temperatures()
+            reject_placeholders()
         if settings.draft_folder:
             if settings.draft_method == METHODS[EagleHead]:
                 check_head(self.api, settings)

@@ -140,6 +140,16 @@ def test_a_smaller_model_drafts_and_no_update_changes_it(name, tmp_path):
     assert (same > 0.99) == (name == "llama")
 
 
+def test_rows_that_join_others_keep_every_token(tmp_path):
+    """A prompt of one token joins with drafts that are none, which vLLM's kernel on a CPU kept at some seeds."""
+    model = reference(LLAMA, 1)
+    raw = hf_config(LLAMA, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    write_hf(tmp_path / "hf", hf_weights(reference(LLAMA)).items(), raw)
+    engine = fill(make_engine(LLAMA, draft_tokens=COUNT, draft_model=str(tmp_path), max_batch=4), model)
+    out = engine.generate(PROMPTS, seeds_for(PROMPTS, 8), SamplingParams(LENGTH, temperature=1.0))
+    check_logprobs(model, PROMPTS, 8, out)
+
+
 @torch.no_grad()
 def write_head(folder, policy):
     """Write an EAGLE-3 head, as published ones, that drafts what was sampled last. Its layer adds nothing to the hidden
