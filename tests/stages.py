@@ -211,16 +211,21 @@ class PowerCut(Exception):
 
 @contextmanager
 def power_cut_at_answer(number: int) -> Iterator[None]:
-    """Within, the `number`-th write to the log of outside answers raises PowerCut."""
+    """Within, the `number`-th write to the log of outside answers raises PowerCut, and so does each later one to that
+    log: threads may end after the run."""
     from aligner.answers import AnswerLog
 
     write, left = AnswerLog.write, [number]
 
+    def dead(*answer):
+        raise PowerCut
+
     def cut(self, *answer):
         left[0] -= 1
-        if not left[0]:
-            raise PowerCut
-        return write(self, *answer)
+        if left[0] > 0:
+            return write(self, *answer)
+        self.write = dead
+        raise PowerCut
 
     with patch.object(AnswerLog, "write", cut):
         yield
