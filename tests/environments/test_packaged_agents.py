@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from aligner.config.resolve import quoted
 from aligner.sandbox.terminal import lacks
 from aligner.types import Stop
+from tests import soak_terminal, stages
 from tests.rollout.test_agents import play, tokenizer
 from tests.rollout.test_trajectory_generator import call
 
@@ -28,21 +30,28 @@ SAYS = {
 __all__ = ["play", "tokenizer"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package", SAYS)
-def test_a_package_works_in_the_sandbox_by_the_models_own_tokens(play, tokenizer, package):
+def agent_of(package: str) -> tuple[str, dict]:
+    """The command line of a package's agent, and arguments of its terminal."""
     try:
         installed = distribution(PACKAGES[package])
     except PackageNotFoundError:
         pytest.skip(f"{PACKAGES[package]} is not installed")
+    folders = sorted({str(FILE), sys.prefix, str(installed.locate_file(""))})
+    args = {"readable": folders, "cpu_s": 60, "processes": 200, "memory_mb": 4000}
+    return f"{sys.executable} {FILE} {package} {' '.join(folders)}", args
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", SAYS)
+def test_a_package_works_in_the_sandbox_by_the_models_own_tokens(play, tokenizer, package):
+    command, args = agent_of(package)
     answers = iter(SAYS[package])
-    folders = {str(FILE), sys.prefix, str(installed.locate_file(""))}
     (sample,), _, engine = play(
-        f"{sys.executable} {FILE} {package} {' '.join(sorted(folders))}",
+        command,
         lambda *_: next(answers),
         json.loads(json.dumps(ROW)),
         path="aligner.environments.terminal:Terminal",
-        args={"readable": sorted(folders), "cpu_s": 60, "processes": 200, "memory_mb": 4000},
+        args=args,
         longest=20_000,
         max_tokens=40_000,
         retries=0,
@@ -54,3 +63,21 @@ def test_a_package_works_in_the_sandbox_by_the_models_own_tokens(play, tokenizer
     for before, text, after in zip(engine.given, SAYS[package], engine.given[1:], strict=False):
         end = "" if package == "smolagents" else "<eos>"  # it adds its calls to what the model said
         assert tokenizer.decode(after).startswith(f"{tokenizer.decode(before)}{text}{end}")
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_what_its_engine_answered_a_package(tmp_path):
+    """A random model, whose answers are no code: the package asks again, and then for a last answer."""
+    command, args = agent_of("smolagents")
+    soak_terminal.make_data(tmp_path / "data")
+    readable = ",".join(map(quoted, args.pop("readable")))
+    own = [f"environment.agent={quoted(command)}", "sampling.stop=[]"]
+    own.append(f"environment.args={{readable: [{readable}], {', '.join(f'{k}: {v}' for k, v in args.items())}}}")
+    own += ["model.max_position=65536", "data.max_prompt_tokens=20000", "environment.max_tokens=40000"]
+    own += ["environment.timeout_s=300", "batch.prompts=1", "batch.group=2", "batch.micro_batch_samples=1"]
+    own += ["run.steps=1", "checkpoint.final=false"]
+    run = stages.run(soak_terminal.overrides(tmp_path / "data", tmp_path / "run", *own))
+    (record,) = stages.records(run)
+    assert (record["environment/turns_mean"], record["environment/failed"], record["reward/invalid"]) == (3, 0, 0)
+    # other tokens than the engine's would have other probabilities
+    assert record["mismatch/token_mult_prob_error"] == pytest.approx(1, abs=1e-4)
