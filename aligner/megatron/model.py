@@ -395,11 +395,9 @@ def build_model(
     predicts = cfg.mtp.layers and head.kind == "lm" and layout.is_last_stage
     model.ahead = PredictingLayer(config, cfg, layout, ahead_spec(cfg, config, layout)) if predicts else None
     model.mixed_layers, model.lengths = cfg.mixed_layers, tuple(map(len, stages))
-    factor = embedding_factor(cfg, dtype)
     if layout.is_first_stage:
         model.embedding.register_forward_hook(_with_plain_strides)
-        if factor != 1:
-            scale_embeddings(model.embedding, factor)
+        scale_embeddings(model.embedding, embedding_factor(cfg, dtype))
         if cfg.layer_input_size:
             model.embedding.layer_inputs = LayerInputs(config, cfg, padded_vocab(cfg.vocab_size, layout.tensor), layout)
         if cfg.hyper.streams:

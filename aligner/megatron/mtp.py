@@ -87,8 +87,9 @@ class AheadLoss:
 
     def pairs(self, packing: Packing, batch: TrainBatch) -> Packing | None:
         """Return the pairs of a micro-batch, on the CPU; None on a stage without the layer, or without gradient."""
-        learns = self.model.module.ahead is not None and torch.is_grad_enabled()
-        return two_ahead(packing, predicted_ahead(batch)) if learns else None
+        if self.model.module.ahead is None or not torch.is_grad_enabled():
+            return None
+        return two_ahead(packing, predicted_ahead(batch))
 
     def begin(self, micro_batches: Sequence[TrainBatch]) -> None:
         """Start a step. Collective over the data-parallel ranks, and over the first and last stage."""
@@ -118,8 +119,7 @@ class AheadLoss:
             own.word_embeddings.weight = module.output_layer.weight
         else:
             dist.broadcast(own.word_embeddings.weight, group=ends, group_src=0)
-        if (factor := embedding_factor(model.cfg, model.dtype)) != 1:
-            scale_embeddings(own, factor)
+        scale_embeddings(own, embedding_factor(model.cfg, model.dtype))
         return own
 
     def attached(self, hidden: Tensor, batch: TrainBatch, stream: Stream) -> Tensor:

@@ -115,5 +115,6 @@ class ScaledStreamLayer(ScaledLayer, StreamLayer):
 
 
 def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
-    """Multiply the module's output."""
-    embedding.register_forward_hook(lambda module, inputs, output: output * factor)
+    """Multiply the module's output, if by another number than 1."""
+    if factor != 1:
+        embedding.register_forward_hook(lambda module, inputs, output: output * factor)

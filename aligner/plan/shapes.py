@@ -144,10 +144,15 @@ def around_ahead(m: ModelConfig) -> int:
     return m.mtp.layers * m.hidden_size * (3 + 2 * m.hidden_size)
 
 
+def embedding_share(m: ModelConfig, grid: Grid) -> int:
+    """Return a tensor rank's elements of the embedding, which are as many of the output matrix."""
+    return -(-m.vocab_size // grid.tensor) * m.hidden_size
+
+
 def sent_embedding(m: ModelConfig, grid: Grid) -> int:
     """Return the elements that the last stage gets of the embedding for each step, to predict further tokens."""
     sent = m.mtp.layers and grid.pipeline > 1 and not m.tie_embeddings
-    return -(-m.vocab_size // grid.tensor) * m.hidden_size if sent else 0
+    return embedding_share(m, grid) if sent else 0
 
 
 def recomputed(m: ModelConfig, grid: Grid, rank: int, layers: int) -> list[bool]:

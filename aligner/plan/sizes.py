@@ -17,6 +17,7 @@ from aligner.plan.linear import rule_forward
 from aligner.plan.shapes import (
     Count,
     Grid,
+    embedding_share,
     engine_grid,
     inputs_width,
     kv_bytes,
@@ -181,7 +182,7 @@ def replaced_bytes(job: PlanJob, model: PlannedModel, stage: int) -> int:
     own = model.shape.tie_embeddings and job.grid.pipeline == 1
     if model.head != "score" or stage < job.grid.pipeline - 1 or own:
         return 0
-    return job.element * -(-model.shape.vocab_size // job.grid.tensor) * model.shape.hidden_size
+    return job.element * embedding_share(model.shape, job.grid)
 
 
 def engine_items(job: PlanJob) -> tuple[dict[str, float], dict[str, float]]:

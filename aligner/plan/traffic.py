@@ -34,6 +34,7 @@ from aligner.plan.shapes import (
     Kinds,
     around_ahead,
     attention_widths,
+    embedding_share,
     end_norms,
     entry_widths,
     expert_inputs,
@@ -306,8 +307,7 @@ def pass_calls(job: PlanJob, model: PlannedModel, stage: int, tokens: float, bac
     if last:
         calls += _head(model, grid, read.kept / grid.context * m.hidden_size * e, backward)
         if m.mtp.layers and backward:
-            calls += _ahead(model, grid, hidden)
-            calls.append(CollectiveCalls("tp", "all_reduce", 4 * read.pairs / grid.context * 5, 2))
+            calls += _ahead(model, grid, hidden, read.pairs / grid.context)
         # of what is read logprob and, where one is trained, entropy: a maximum and sums over shares of the vocabulary
         numbers = 2 if backward else 1
         if model.head == "lm":
@@ -357,12 +357,14 @@ def _head(model: PlannedModel, grid: Grid, hidden: float, backward: bool) -> Ite
         yield CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
 
 
-def _ahead(model: PlannedModel, grid: Grid, hidden: float) -> Iterator[CollectiveCalls]:
-    """Yield the calls around a layer for multi-token prediction: next tokens are looked up, and others predicted."""
+def _ahead(model: PlannedModel, grid: Grid, hidden: float, pairs: float) -> Iterator[CollectiveCalls]:
+    """Yield the calls around a layer for multi-token prediction: next tokens are looked up, and others predicted. Of
+    each: a logprob (three numbers) and whether it is the likeliest (two)."""
     yield CollectiveCalls("tp", "reduce_scatter" if grid.sequence else "all_reduce", hidden)
     if grid.sequence and not model.shape.mtp.detach:
         yield CollectiveCalls("tp", "all_gather", hidden)
     yield from _head(model, grid, hidden, backward=True)
+    yield CollectiveCalls("tp", "all_reduce", 4 * pairs * 5, 2)
 
 
 def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[CollectiveCalls]:
@@ -401,7 +403,7 @@ def step_calls(job: PlanJob, model: PlannedModel, stage: int) -> list[Collective
     if model.head == "lm" and stage in (0, grid.pipeline - 1):
         calls.append(CollectiveCalls("ends", "broadcast", float(e * sent_embedding(m, grid))))
         if m.tie_embeddings:
-            calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * -(-m.vocab_size // grid.tensor) * m.hidden_size))
+            calls.append(CollectiveCalls("ends", "all_reduce", 4.0 * embedding_share(m, grid)))
     return within(calls, grid)
 
 
@@ -510,7 +512,7 @@ def _whole(model: PlannedModel, grid: Grid, stage: int) -> tuple[int, int, int]:
 def _copied(model: PlannedModel, grid: Grid, stage: int) -> int:
     """Return the parameters of a rank of the stage that are a copy of a tied embedding, which stays where it is."""
     tied = model.shape.tie_embeddings and stage == grid.pipeline - 1 and grid.pipeline > 1
-    return -(-model.shape.vocab_size // grid.tensor) * model.shape.hidden_size if tied else 0
+    return embedding_share(model.shape, grid) if tied else 0
 
 
 def _replicated(model: PlannedModel, grid: Grid, stage: int) -> int:
