@@ -67,6 +67,13 @@ class RunningAgent:
     sent: list[SentRequest] = field(default_factory=list)  # in order of arrival: those without a reply, and some others
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     refusal: ApiError | None = None
+    cut: bool = False  # the last answer was longer than allowed
+
+    @property
+    def may_die(self) -> bool:
+        """Return whether an error of the program is no failure: clients raise errors for refusals, and some for an
+        answer that was cut."""
+        return self.cut or self.refusal is not None
 
     @property
     def open(self) -> list[SentRequest]:
@@ -99,7 +106,7 @@ class RunningAgent:
         return earlier
 
     async def next(self) -> dict[str, Any]:
-        """Return the agent's next request or its end. Raises the program's exceptions."""
+        """Return the agent's next request or its end. Raises the program's exceptions, see `result`."""
         while not self.open and not self.program.done():
             self.arrived.clear()
             arrival = asyncio.create_task(self.arrived.wait())
@@ -108,9 +115,14 @@ class RunningAgent:
             finally:
                 arrival.cancel()
         if self.program.done():
-            return {"end": reward_of(self.program.result()), "value": self.program.result()}
+            result = self.result()
+            return {"end": reward_of(result), "value": result}
         first = self.open[0]
         return {"request": asdict(first.request), "late": first.late, "digest": first.digest}
+
+    def result(self) -> Any:
+        """Return what the program has returned; None if it died as it may. Raises the program's exceptions."""
+        return None if self.may_die and self.program.exception() is not None else self.program.result()
 
     async def answer(self, digest: str, body: dict[str, Any]) -> None:
         """Answer the request with this digest. A restarted agent may send its requests in another order: wait for it
@@ -156,13 +168,14 @@ class Agents(ToolWorker):
     async def _turn(self, request: dict[str, Any]) -> dict[str, Any]:
         talk = self.objects[request["key"]]
         await talk.answer(request["digest"], request["body"])
+        talk.cut = request["body"]["choices"][0].get("finish_reason") == "length"
         return await talk.next()
 
     async def _score(self, request: dict[str, Any]) -> float | None:
         talk = self.objects[request["key"]]
         talk.refuse(ApiError(request["why"], code=request["code"]))
         await asyncio.wait((talk.program,))
-        return reward_of(talk.program.result()) if talk.program.exception() is None else None
+        return reward_of(talk.result())
 
     async def _forget(self, request: dict[str, Any]) -> None:
         self._drop(request["key"])
@@ -222,8 +235,7 @@ class Agents(ToolWorker):
             )
             server.should_exit = True
             await serving
-            refused = secret not in self.talks or self.talks[secret].refusal is not None
-            if end["status"] and not refused:
+            if end["status"] and secret in self.talks and not self.talks[secret].may_die:
                 raise RuntimeError(f"the program ended with exit code {end['status']}: {end['out'][-500:]}")
             return {"reward": await self._called(environment.get_reward), "ended": end["why"]}
         finally:

@@ -79,11 +79,15 @@ def test_an_agent_works_in_the_sandbox_and_the_tests_decide(pool, folder):
     assert play(pool, "forges", forged, "echo done")[1][-1]["value"]["end"] == 0.0
 
 
-def test_an_agent_that_fails_is_restarted_and_one_that_is_refused_is_tested(pool):
+def test_an_agent_that_fails_is_restarted_and_one_that_was_refused_or_cut_is_tested(pool):
     _, events = play(pool, "fails", "echo fail")
     assert events[-1]["failed"] == "raised" and events[-1]["retried"] == 1 and "exit code 3" in events[-1]["text"]
     session, _ = play(pool, "refused", "sed -i s/two/three/ a.txt")
     assert pool.ask(session, "score", why="no more", code="budget_of_turns").result(300)["value"] == 1.0
+    session = Session("cut", 7, dict(ROW))
+    event, text = first(pool, session), "sed -i s/two/three/ a.txt; echo fail"
+    last = reply(pool, session, event, text, reason="length")
+    assert last["value"]["end"] == 1.0 and last["retried"] == 0
 
 
 def test_an_agent_that_is_made_again_may_see_something_else(pool):

@@ -116,11 +116,13 @@ def test_a_budget_ends_a_trajectory_and_its_agent_says_what_it_is_worth(play, st
 
 
 @pytest.mark.slow
-def test_what_failed_is_invalid_and_an_answer_that_was_cut_is_unfinished(play):
+def test_what_failed_is_invalid_and_an_answer_that_was_cut_is_unfinished(play, tmp_path):
     (silent,), _, _ = play("silent", twice)
     assert silent.trajectory.stop == Stop.FAILED and "without a request" in silent.trajectory.failure
     (cut,), _, _ = play("asks", lambda *_: f"and{CUT}", {"requests": [{}]}, folder="cut")
     assert cut.trajectory.stop == Stop.LENGTH and not cut.finished and cut.trajectory.reward == 1.0
+    (dies,), _, _ = play("troubled", lambda *_: f"and{CUT}", {"kind": "raised"}, args={"folder": str(tmp_path)})
+    assert dies.trajectory.stop == Stop.LENGTH and dies.trajectory.reward is None and not dies.trajectory.failure
     (own,), _, _ = play("asks", lambda *_: "one two", {"requests": [{"max_tokens": 3}]}, folder="own")
     assert own.trajectory.stop == Stop.DONE and own.response == "one" and len(own.tokens) == 3  # as the agent wanted it
 
