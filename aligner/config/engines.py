@@ -99,7 +99,7 @@ ENGINES = {
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True),
+        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, drafts=True),
         made_by="aligner.engines.trtllm.torch_backend:TrtllmEngine",
         made_apart_by="aligner.engines.trtllm.in_place:InPlaceTrtllmEngine",
         section="trtllm",

@@ -195,6 +195,9 @@ engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine
     | with experts: how many rows one gets is not known ahead
 model.traits.linear !engine.can.computes_here => engine.draft_tokens =0
     | with {model.family=} and {engine.name=}, where drafts of states have not been tried | engine.name=native drafts.
+engine.name=trtllm model.mtp.layers => engine.draft_tokens =0
+    | with {engine.name=} and {model.mtp.layers=}: TensorRT-LLM gives no logprobs where a layer of the model drafts
+    | engine.name=vllm drafts with it.
 model.traits.entries => engine.draft_tokens =0
     | with {model.family=}, whose states cannot go back to the last token that was kept
 """),

@@ -438,7 +438,9 @@ grpo ; engine={name: trtllm_engine, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: trtllm_engine, trtllm: {prefix_reuse: true}} => engine.trtllm.prefix_reuse
 grpo ; engine={name: vllm, sleep: false, sleep_weights: true} => engine.sleep_weights
 grpo ; engine={name: vllm, page_tokens: 16} => engine.page_tokens
-grpo ; engine={name: trtllm, draft_tokens: 4} => engine.draft_tokens
+grpo ; engine={name: trtllm_engine, draft_tokens: 4, trtllm: {prefix_reuse: false}} => engine.draft_tokens
+grpo ; engine={name: trtllm, draft_tokens: 4, draft_model: conf} => engine.draft_model
+grpo ; model=glm4.5_air ; model.mtp.layers=1 ; engine={name: trtllm, draft_tokens: 4} => engine.draft_tokens
 grpo ; engine={name: vllm, draft_tokens: 4} ; sampling.min_p=0.1 => sampling.min_p
 grpo ; model=tiny_moe ; engine={name: vllm, draft_tokens: 4} ; mismatch.replay_routing=true
     => mismatch.replay_routing

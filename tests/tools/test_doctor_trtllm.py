@@ -69,15 +69,16 @@ def test_the_table_has_all_that_the_child_uses(monkeypatch):
     imported -= {"tensorrt_llm:__version__"}
     assert len(imported) > 5
     assert not {symbol for symbol in imported if not any(known.startswith(symbol) for known in symbols)}
-    settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True, 2)
+    settings = torch_worker.Settings("", [], 9, "float32", 8, 2, 99, True, True, True, True, 0, True, 2, draft_tokens=3)
     arguments = set(torch_worker.engine_arguments(settings, FEATURES)) - {"executor_cls"}
-    of_features = [FEATURES[name].arguments[ARGS] for name in ("sleep_config", "ranks")]
+    of_features = [FEATURES[name].arguments[ARGS] for name in ("sleep_config", "ranks", "drafts")]
     assert arguments == {*row.arguments[ARGS], *chain(*of_features)}
     others = {*FEATURES["enable_sleep"].arguments[ARGS], "pipeline_parallel_size", "context_parallel_size"}
     assert TrtllmConfig.SET.keys() == arguments | others
     sampling = SamplingParams(4, temperature=0.7, min_p=0.1, stop_token_ids=(3,))
     known = set(row.arguments[PARAMS])
     assert known == {*sampling_arguments(sampling, row, (), 0), "seed", "return_context_logits"}
+    assert sampling_arguments(sampling, row, (), 0, True).keys() == sampling_arguments(sampling, row, (), 0).keys()
     plain = SamplingParams(4, temperature=0.7)
     fields = {*FEATURES["processed_logprobs"].arguments[PARAMS], *FEATURES["plain_logprobs"].arguments[PARAMS]}
     assert set(sampling_arguments(plain, row, FEATURES, 0)) - set(sampling_arguments(plain, row, (), 0)) == fields
@@ -185,7 +186,7 @@ def test_properties_of_older_configs_count():
     assert accepted(PluginConfig) == {"dtype", "use_fused_mlp"}
 
 
-EXPECTED = {"1.3": {"sleep_config", "weights_tag", "processed_logprobs", "balancer", "ranks"}}
+EXPECTED = {"1.3": {"sleep_config", "weights_tag", "processed_logprobs", "balancer", "ranks", "drafts"}}
 EXPECTED["1.4"] = EXPECTED["1.3"] | {"plain_logprobs", "update_hooks", "finalize"}
 
 

@@ -65,9 +65,9 @@ class EngineConfig(Section, key="engine"):
     max_batch: int = key(512, "Maximum rows decoded together.", least=1)
     draft_tokens: int = key(
         0,
-        "Tokens that native or vllm draft for each row, to save decode steps: with the layer of model.mtp.layers, else "
-        "from what the row repeats (prompt lookup). Samples of native stay the same, while rows x (1 + draft_tokens) "
-        "<= max_batch; of vllm they keep their distribution.",
+        "Tokens that native, vllm or trtllm draft for each row, to save decode steps: with the layer of "
+        "model.mtp.layers (not trtllm), else from what the row repeats (prompt lookup). Samples of native stay the "
+        "same, while rows x (1 + draft_tokens) <= max_batch; of others they keep their distribution.",
         least=0,
         rollouts=False,
     )
@@ -171,6 +171,7 @@ section=trtllm !can.prefix_reuse => trtllm.prefix_reuse =false | with engine.nam
 !can.drafts => draft_tokens =0 | with engine.name={name}
 draft_tokens => draft_tokens <max_batch | : a step with drafts has at most so many tokens
 draft_model => draft_tokens >=1 | with engine.draft_model
+name=trtllm => draft_model = | with engine.name=trtllm, which gives no logprobs where another model drafts
 !sleeps => sleep_weights =false|auto | with engine.sleep={sleep}
 """)
 

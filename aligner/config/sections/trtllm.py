@@ -40,6 +40,7 @@ class TrtllmConfig(ChildConfig, key="engine.trtllm"):
             "max_batch_size": "engine.max_batch",
             "kv_cache_config": "engine.kv_cache_bytes or engine.trtllm.prefix_reuse",
             "cuda_graph_config": "engine.cuda_graphs",
+            "speculative_config": "engine.draft_tokens",
             "enable_sleep": "engine.sleep",
             "sleep_config": "engine.sleep",
         }

@@ -21,6 +21,9 @@ LOADER = "tensorrt_llm._torch.pyexecutor.model_loader:ModelLoader"
 EXECUTOR = "tensorrt_llm._torch.pyexecutor.py_executor:PyExecutor"
 TAGS = "tensorrt_llm.llmapi.llm_args:ExecutorMemoryType|tensorrt_llm._torch.virtual_memory:ExecutorMemoryType"
 REFIT = "tensorrt_llm.llmapi.rlhf_utils:WorkerExtension.finalize_weight_update"
+LOOKUP = "tensorrt_llm.llmapi:NGramDecodingConfig"
+_SAMPLERS = "tensorrt_llm._torch.pyexecutor.sampler"
+SAMPLER = f"{_SAMPLERS}:TorchSampler|{_SAMPLERS}.sampler:TorchSampler"
 _BALANCERS = ("_torch.moe.fused_moe", "_torch.modules.fused_moe")
 
 
@@ -101,6 +104,12 @@ FEATURES = {
     ),
     "finalize": Feature(
         "finalised weights keep the addresses that CUDA graphs read", "the hooks of each module alone", (REFIT,)
+    ),
+    "drafts": Feature(
+        "engine.draft_tokens, by prompt lookup that the default sampler verifies",
+        "it is refused",
+        (SAMPLER, LOOKUP, "tensorrt_llm._torch.speculative.ngram:NGramDrafter.prepare_draft_tokens"),
+        {ARGS: ("speculative_config",), LOOKUP: ("max_draft_len", "max_matching_ngram_size", "is_public_pool")},
     ),
     "balancer": Feature(
         "experts that are placed by load get their new weights",

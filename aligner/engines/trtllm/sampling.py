@@ -16,13 +16,15 @@ TOP_K_MAX = 1024  # of the sampling kernels of the TensorRT engine's runtime
 RESCORE, RAW, PROCESSED = "rescore", "raw", "processed"
 
 
-def sampling_arguments(sampling: SamplingParams, row: Version, features: Container[str], pad_id: int) -> dict[str, Any]:
+def sampling_arguments(
+    sampling: SamplingParams, row: Version, features: Container[str], pad_id: int, drafts: bool = False
+) -> dict[str, Any]:
     """Return keyword arguments of `tensorrt_llm.SamplingParams`, without `seed`. `stop` is not among them: the engine
     has no tokenizer, so its caller cuts the responses. Every parameter is given: their defaults (32 tokens, greedy) are
     not ours. Raises ConfigError on parameters that this version would ignore.
 
     The last stop token, a chat's end where there is one, is `end_id` as well: some samplers look at that alone (see
-    `ended`).
+    `ended`). With `drafts` it is given alone: older ones look for others in tokens of another request.
     """
     if sampling.min_p and not row.min_p:
         expected = f"0 with TensorRT-LLM {row.prefix}, whose default sampler ignores it"
@@ -31,7 +33,7 @@ def sampling_arguments(sampling: SamplingParams, row: Version, features: Contain
         "end_id": sampling.stop_token_ids[-1] if sampling.stop_token_ids else NO_END_ID,
         "pad_id": pad_id,
         "max_tokens": sampling.max_response_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "stop_token_ids": None if drafts else list(sampling.stop_token_ids) or None,
         "include_stop_str_in_output": True,  # of stop tokens too: otherwise they are cut off
         "logprobs": 1,  # some versions accept 0 or 1 only; some give the likeliest token and not the sampled one
         "detokenize": False,

@@ -11,6 +11,14 @@ not tell, the version does:
   logprobs        1: of the likeliest token, later of that and the sampled one (pull request 9374 asked for it)
   seed            honoured per request by the default sampler (TorchSampler) since pull request 17172, ignored before
   min_p           honoured by that sampler since pull request 16590, ignored before
+  drafts          only those of prompt lookup come from outside the model. The default sampler then samples behind each
+                  drafted token and keeps those that equal it, so the distribution and its logprobs stay. Where the
+                  model's own layer or a head drafts, or a model beside it in one engine, another sampler takes its
+                  place, which refuses (before pull request 18401: leaves out, or fails at) logprobs and context logits.
+                  A model in an engine of its own (1.3 and earlier) keeps the random weights of load_format=dummy,
+                  and the sampler names logprobs of tokens that it drew and not of those that it accepts
+  stop words      up to 1.3 are looked for in tokens of another request for a row's first token, with drafts; end_id is
+                  not
   sleep           `enable_sleep`, later `sleep_config`, which also says whether released memory is restored. The type of
                   the tags has moved between modules; their names, which both functions take, have not
 """
@@ -88,6 +96,7 @@ VERSIONS = (
 NOT_RUN = (
     "creating an engine from config.json with load_format=dummy",
     "an engine of several ranks without MPI and Ray",
+    "drafts: how many are accepted, and whether their distribution stays",
     "partial reloads, finalising and the prefix cache on a GPU",
     "CUDA IPC between trainer and child",
     "release and return of memory",

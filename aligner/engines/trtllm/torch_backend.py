@@ -22,6 +22,7 @@ from aligner.engines.child.process import interpreter
 from aligner.engines.native.fleet import Replicated
 from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
+from aligner.types import Sums
 
 # ranks that wait for requests do so on the host: some versions would occupy the GPU that the trainer uses meanwhile
 ON_RANKS = {"TLLM_DISABLE_MPI": "1", "TLLM_CUDA_OBJECT_COLLECTIVES": "0"}
@@ -52,6 +53,15 @@ class TrtllmEngine(Replicated, ChildEngine):
     @classmethod
     def require(cls, config: EngineConfig) -> None:
         require_package(config.trtllm.python, cls.name)
+
+    def take_sums(self) -> Sums:
+        """See `RolloutEngine.take_sums`. TensorRT-LLM fills drafts up to their length, so it is not known how many
+        tokens were drafted."""
+        sums = super().take_sums()
+        if not self.config.draft_tokens:
+            return sums
+        drafts, accepted = self._call("take_drafts")
+        return sums | {"engine/mean_acceptance_length": (float(accepted + drafts), float(drafts))}
 
     def _variables(self) -> dict[str, str]:
         if self._group is None:

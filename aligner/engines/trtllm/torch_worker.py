@@ -24,12 +24,14 @@ from aligner.engines.child.serve import Abort
 from aligner.engines.child.worker import KV_CACHE, WEIGHTS, LocalWorker, Progress, Row, Settings
 from aligner.engines.native.sampler import picked_logprobs
 from aligner.engines.trtllm.executor import executor_class
-from aligner.engines.trtllm.features import ARGS, NAME, REFIT, TAGS, features
+from aligner.engines.trtllm.features import ARGS, NAME, REFIT, SAMPLER, TAGS, features
 from aligner.engines.trtllm.package import Installed, resolve
 from aligner.engines.trtllm.sampling import NO_END_ID, RAW, ended, logprob_source, sampling_arguments
 from aligner.engines.trtllm.torch_api import version_row
 from aligner.errors import ConfigError, EngineError
 from aligner.types import SamplingParams
+
+_LOOKED_UP = 4  # last tokens of a row, at most, that are looked up
 
 
 def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
@@ -55,6 +57,8 @@ def engine_arguments(settings: Settings, has: Container[str]) -> dict[str, Any]:
     }
     if settings.tensor_parallel > 1:
         arguments |= _rank_arguments(has, settings.tensor_parallel)
+    if settings.draft_tokens:
+        arguments["speculative_config"] = _lookup(has, settings.draft_tokens)
     if settings.sleep:
         arguments |= _sleep_argument(has, settings.sleep_weights, settings.cuda_graphs)
     return arguments
@@ -67,6 +71,19 @@ def _rank_arguments(has: Container[str], ranks: int) -> dict[str, Any]:
         expected = f"1 with TensorRT-LLM {__version__}, whose ranks cannot be started one by one"
         raise ConfigError("engine.tensor_parallel", ranks, expected, "The doctor names what is missing.")
     return {"orchestrator_type": "ray", "executor_cls": executor_class()}  # ray: without MPI, none is started
+
+
+def _lookup(has: Container[str], tokens: int) -> Any:
+    """Return the configuration of prompt lookup. Each row has a pool of its own: a common one never forgets, and what
+    it drafts for a row depends on other rows."""
+    from tensorrt_llm import __version__
+
+    if "drafts" not in has:
+        expected = f"0 with TensorRT-LLM {__version__}, whose way to draft is not supported"
+        raise ConfigError("engine.draft_tokens", tokens, expected, "The doctor names what is missing.")
+    from tensorrt_llm.llmapi import NGramDecodingConfig
+
+    return NGramDecodingConfig(max_draft_len=tokens, max_matching_ngram_size=_LOOKED_UP, is_public_pool=False)
 
 
 def _sleep_argument(has: Container[str], weights: bool, graphs: bool) -> dict[str, Any]:
@@ -121,12 +138,24 @@ class Worker(RankWorker, LocalWorker):
                 f"TensorRT-LLM {tensorrt_llm.__version__} runs its executor in another process: {type(executor)} has "
                 "no `engine`, so its weights cannot be reached"
             )
+        if settings.draft_tokens:
+            self._check_sampler(settings.draft_tokens)
         self.model = self.executor.model_engine.model
         self.loader = self.executor.model_engine.model_loader
         self.partial = "allow_partial_loading" in inspect.signature(self.model.load_weights).parameters
         self._collected: dict[str, Tensor] = {}
         self._begun = False
         self._away: list[str] = []  # tags of memory that sleep has released
+        self._drafts = [0, 0]  # since `take_drafts`
+
+    def _check_sampler(self, tokens: int) -> None:
+        """Raise ConfigError unless the default sampler itself verifies drafts: others, which may be made of it, give no
+        logprobs."""
+        kind = type(getattr(self.executor, "sampler", None))
+        if kind is not resolve(SAMPLER):
+            expected = f"0 with TensorRT-LLM {self.api.__version__}, whose {kind.__name__} would verify drafts"
+            hint = "TorchSampler alone gives logprobs of them."
+            raise ConfigError("engine.draft_tokens", tokens, expected, hint)
 
     def describe(self) -> dict[str, Any]:
         description = {"version": self.api.__version__, "partial": self.partial, "score_rows": 1}
@@ -239,7 +268,8 @@ class Worker(RankWorker, LocalWorker):
         """Return a row per (prompt, seed); None if it was aborted. Logprobs are None where the sampler's are not the
         ones wanted, or are not of the sampled tokens."""
         self._require()
-        arguments = sampling_arguments(sampling, self.row, self.features, self.settings.pad_id)
+        drafts = bool(self.settings.draft_tokens)
+        arguments = sampling_arguments(sampling, self.row, self.features, self.settings.pad_id, drafts)
         if "logprobs_mode" in arguments:
             from tensorrt_llm.sampling_params import LogprobMode
 
@@ -252,12 +282,24 @@ class Worker(RankWorker, LocalWorker):
             done = []
             for future in futures:
                 done.append(future.result().outputs[0])
+                self._count(future, done[-1])
                 progress(len(done))
         if aborted.asked:
             return None
         wanted = logprob_source(sampling, self.features) == RAW or "logprobs_mode" in arguments
         rows = [self._row(output, wanted) for output in done]
         return [(*ended(*row[:3], sampling.stop_token_ids), row[3]) for row in rows]
+
+    def _count(self, future: Any, output: Any) -> None:
+        """Count a request's passes that could keep drafted tokens, and those tokens: its first pass read the prompt."""
+        if passes := getattr(future, "decoding_iter", 0):
+            self._drafts[0] += passes - 1
+            self._drafts[1] += len(output.token_ids) - passes
+
+    def take_drafts(self) -> list[int]:
+        """Return the rows' passes with drafts since the last call, and accepted tokens."""
+        drafts, self._drafts = self._drafts, [0, 0]
+        return drafts
 
     def score(
         self, rows: list[tuple[list[int], int]], sampling: SamplingParams

@@ -136,6 +136,25 @@ def test_stale_weights_in_decode_steps_alone_stop_the_run(grpo, monkeypatch):
 
 
 @pytest.mark.slow
+def test_logprobs_of_tokens_other_than_those_that_were_accepted_stop_the_run(grpo, monkeypatch):
+    """With drafts, as of samplers of versions up to 1.3 where another model drafts."""
+    use_fake(monkeypatch, drafts="drawn")
+    with pytest.raises(RefitError, match="rank 0: sentinel, generated tokens"):
+        grpo("run", "trtllm", "engine.draft_tokens=3")
+
+
+@pytest.mark.slow
+def test_a_run_with_drafts_equals_that_without(grpo, monkeypatch):
+    use_fake(monkeypatch)
+    actual = grpo("drafts", "trtllm", "engine.draft_tokens=3")
+    wanted = grpo("native", "native")
+    records = stages.records(actual)
+    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
+    assert all(1 < r["engine/mean_acceptance_length"] < 4 for r in records)
+    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_each_rank_has_an_engine_and_its_end_stops_and_saves_all(ranks, tiny_data, tiny_runs, tmp_path):
     overrides = (

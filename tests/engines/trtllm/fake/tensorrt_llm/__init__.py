@@ -9,7 +9,9 @@ FAKE_TRTLLM_RAISE and FAKE_TRTLLM_HANG, the name of the call (with `:n`, the n-t
 stops; FAKE_TRTLLM_WHOLE, whose models cannot load partially; FAKE_TRTLLM_STALE,
 whose models keep the first weights that they were given; FAKE_TRTLLM_STALE_GRAPHS, whose decode steps, but for a
 response's first token, do (at temperature 1 or 0); FAKE_TRTLLM_BALANCER, which places experts by load;
-FAKE_TRTLLM_ENDS, "end_id": a sampler that looks at no other stop token, "left out": one that leaves that out.
+FAKE_TRTLLM_DRAFTS, "within": drafts are part of the model, "drawn": logprobs are of drawn tokens, not of accepted
+ones; FAKE_TRTLLM_ENDS, "end_id": a sampler that looks at no other stop token, "left out": one that leaves
+that out.
 """
 
 import os

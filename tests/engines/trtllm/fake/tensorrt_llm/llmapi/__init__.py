@@ -1,4 +1,4 @@
 from tensorrt_llm.llmapi.llm import LLM, RequestOutput
-from tensorrt_llm.llmapi.llm_args import CudaGraphConfig, KvCacheConfig
+from tensorrt_llm.llmapi.llm_args import CudaGraphConfig, KvCacheConfig, NGramDecodingConfig
 
-__all__ = ["LLM", "CudaGraphConfig", "KvCacheConfig", "RequestOutput"]
+__all__ = ["LLM", "CudaGraphConfig", "KvCacheConfig", "NGramDecodingConfig", "RequestOutput"]

@@ -11,6 +11,7 @@ class RequestOutput:
     def __init__(self, llm, prompt, params):
         self.llm, self.prompt_token_ids, self.params = llm, prompt, params
         self.outputs, self.context_logits, self.finished, self.cancelled = [], None, False, False
+        self.decoding_iter = 0  # passes that a token came from
 
     def result(self, timeout: float | None = None) -> "RequestOutput":
         while not self.finished:

@@ -54,6 +54,19 @@ if not OLD:
 
 
 @dataclass(kw_only=True)
+class NGramDecodingConfig:
+    max_draft_len: int | None = None
+    max_matching_ngram_size: int = 2
+    is_keep_all: bool = True
+    is_use_oldest: bool = True
+    is_public_pool: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.max_draft_len or self.max_draft_len < 0:
+            raise ValueError("max_draft_len must be > 0 for NGram")
+
+
+@dataclass(kw_only=True)
 class TorchLlmArgs:
     model: str
     load_format: str = "auto"
@@ -71,6 +84,7 @@ class TorchLlmArgs:
     enable_attention_dp: bool = False
     sleep_config: Any = None
     orchestrator_type: str | None = None
+    speculative_config: NGramDecodingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.load_format not in ("auto", "dummy"):

@@ -21,11 +21,14 @@ from tensorrt_llm._torch.distributed.communicator import ACTION_S, TorchDist
 from tensorrt_llm._torch.moe.fused_moe.moe_load_balancer import MoeLoadBalancer
 from tensorrt_llm._torch.pyexecutor.model import Model
 from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
+from tensorrt_llm._torch.pyexecutor.sampler import SpecSampler, TorchSampler
+from tensorrt_llm._torch.speculative.ngram import NGramDrafter
 from tensorrt_llm._utils import mpi_disabled, mpi_rank
 from tensorrt_llm.calls import note
 from tensorrt_llm.llmapi.llm_args import OLD
 
 LATEST: list = []
+NEWEST = os.environ.get("FAKE_TRTLLM_VERSION", "1.4.0rc1").startswith("1.4")
 
 
 class PyExecutor:
@@ -45,6 +48,10 @@ class PyExecutor:
         self.model_engine.model_loader = ModelLoader(self)
         if os.environ.get("FAKE_TRTLLM_BALANCER"):
             self.model_engine.moe_load_balancer = MoeLoadBalancer(self)
+        self.drafter = args.speculative_config and NGramDrafter(args.speculative_config)
+        within = self.drafter and os.environ.get("FAKE_TRTLLM_DRAFTS") == "within"
+        self.sampler = SpecSampler() if within else TorchSampler()
+        self.slot_was_used = False  # by an earlier request
         self._engines: dict[int, NativeEngine] = {}
         LATEST.append(self)
         self.loop = threading.Thread(target=self._follow, daemon=True)
@@ -183,12 +190,20 @@ class PyExecutor:
     def _finish(self, engine: NativeEngine, request, out, i: int) -> None:
         p, n = request.params, int(out.lengths[i])
         tokens = out.tokens[i, :n].tolist()
+        if self.drafter and not NEWEST and p.stop_token_ids and self.slot_was_used:
+            out.finish_reason[i], tokens, n = 0, tokens[:1], 1  # a stop token of that one is taken for this one's first
+        self.slot_was_used = True
         row = torch.tensor([[*request.prompt_token_ids, *tokens]])
         start = row.shape[1] - n
         if getattr(p, "logprobs_mode", "raw") == "processed" or os.environ.get("FAKE_TRTLLM_STALE_GRAPHS"):
             values = out.logprobs[i, :n].tolist()
         else:
             values = engine.logprobs(row, torch.tensor([row.shape[1]]))[0, start:].tolist()
+        request.decoding_iter = n
+        if self.drafter:
+            drafted, request.decoding_iter = self.drafter.accepted(id(request), request.prompt_token_ids, tokens)
+            for at in drafted if os.environ.get("FAKE_TRTLLM_DRAFTS") == "drawn" else ():
+                values[at] -= 1.0  # of the token that was drawn there, not of the accepted one
         stopped = out.finish_reason[i] == 0
         left_out = os.environ.get("FAKE_TRTLLM_ENDS") == "left out" and tokens[-1] == p.end_id
         if stopped and (left_out or not p.include_stop_str_in_output):
