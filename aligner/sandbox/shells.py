@@ -70,7 +70,7 @@ class Confinement:
             resource.setrlimit(kind, (value, value))
         confine.give_up_rights(forever=True)
         confine.seccomp(terminal=True)
-        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:  # some are ignored above
             signal.signal(number, signal.SIG_DFL)
 
 

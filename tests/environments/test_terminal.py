@@ -55,6 +55,12 @@ CALLS = [
     ("python", {"code": "n * 2"}, "6"),
     ("python", {"code": "raise SystemExit(2)"}, "Traceback"),
     ("bash", {"command": "seq 1000"}, "bytes cut"),
+    ("bash", {"command": "bash -c 'sleep 9 & sleep 0.1; kill $!; wait $!; echo $?'"}, "143"),
+    (
+        "bash",
+        {"command": "bash -c 'trap \"echo $x\" HUP; kill -HUP $$; trap - HUP; kill -HUP $$'"},
+        "(exit status 129)",
+    ),
     ("bash", {"command": "sleep 100 & sleep 99; echo never"}, "(it waited for 1 s)"),
     ("bash", {"command": "echo $x; while :; do :; done"}, "5\n\n(it computed for 0.5 s)"),
     (
