@@ -24,6 +24,14 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 5.0  # interval of the guard's checks of its parent, should no signal come
 END_S = 10.0  # for killed processes to be gone; those that the kernel holds end later
 NO_PROGRAM = 127
+# to save and stop: a terminal, or Slurm without control groups, sends them to all processes, but they are the rank's
+REQUESTS = {signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def leave_requests_to_rank() -> None:
+    """Let this process, a helper of a rank, ignore requests to save and stop."""
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def guarded(command: Sequence[str]) -> list[str]:
@@ -45,9 +53,7 @@ def _die_with(parent: int, number: int) -> None:
 def _guard(parent: int, command: Sequence[str]) -> int:
     """Run and guard a command; return its exit code, negative for a signal."""
     watched = {signal.SIGTERM, signal.SIGCHLD}
-    # a batch system sends these to all processes: they are the parent's to handle
-    ignored = {signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched | ignored)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched | REQUESTS)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     own = os.getpid()
 

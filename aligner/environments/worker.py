@@ -14,7 +14,6 @@ import inspect
 import json
 import math
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from aligner.config.options import from_plain
 from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.limits import CHARS, MAX_LINE, MAX_WORDS
 from aligner.environments.tools import Tools, load_tools, misfit
+from aligner.processes import leave_requests_to_rank
 
 THREADS = 1024
 QUIET = ("ready", "forget")  # no user code runs for them
@@ -229,8 +229,7 @@ async def serve(worker: ToolWorker, lines: asyncio.StreamReader, out: Callable[[
 
 
 async def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # left to the parent: a batch system sends them to all
-        signal.signal(number, signal.SIG_IGN)
+    leave_requests_to_rank()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)  # unbuffered: a forked child has nothing to flush
     os.dup2(2, 1)  # output of tools is not taken for an answer
     loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ import signal
 import sys
 from typing import Any, NamedTuple
 
+from aligner.processes import leave_requests_to_rank
 from aligner.rewards.math_numbers import NUMBER, amount, brackets, formula, listed, plain
 from aligner.rewards.math_stated import is_answer, last_box, marked, sentences, tail, without_lead
 from aligner.rewards.math_words import (
@@ -231,7 +232,7 @@ def main() -> None:
     logging.disable(logging.WARNING)  # math-verify warns that its own (signal) timeouts are off: ours is the alarm
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; this process ends with its standard input
+    leave_requests_to_rank()  # this process ends with its standard input
     import math_verify  # noqa: F401  the slow import is not part of the first answer's time
 
     for line in sys.stdin:

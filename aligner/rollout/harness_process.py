@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aligner.processes import leave_requests_to_rank
 from aligner.rollout.inspect_tasks import PREFIX, InspectTasks, inspected
 
 MODULE = "aligner.rollout.harness_process"
@@ -146,6 +147,7 @@ def metrics_of(task: str, scores: Mapping[str, Any]) -> dict[str, float]:
 
 def _answer() -> int:
     """Answer the parent's lines: settings, and after them an address for each evaluation."""
+    leave_requests_to_rank()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes to the log
     for line in sys.stdin:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from aligner.answers import AnswerLog
@@ -15,6 +16,7 @@ from aligner.config.sections.environment import EnvironmentConfig
 from aligner.environments.limits import CHARS, LEFT, MAX_LINE
 from aligner.environments.pool import Pool, Session
 from aligner.environments.tools import load_tools, schemas
+from aligner.processes import REQUESTS
 from tests.environments.test_pool import call, pass_over, wait_for
 from tests.test_processes import gone
 
@@ -202,6 +204,15 @@ def test_what_something_else_writes_to_the_pipe_costs_nothing(made, kind, capfd)
     assert session.process is other.process and session.process.over is None  # it has not begun anew
     output = [line for line in capfd.readouterr().err.splitlines() if "warning: environment" in line]
     assert len(output) <= 1 and (output or kind in ("half a line", "an answer to nothing", "an endless number"))
+
+
+def test_requests_to_stop_that_all_processes_get_are_left_to_the_rank(made):
+    pool = made(retries=0)
+    session = opened(pool)
+    (worker,) = psutil.Process(session.process.transport.get_pid()).children()
+    for number in REQUESTS:
+        worker.send_signal(number)
+    assert asked(pool, session, "large", size=3).result(300)["value"]["texts"] == ["xxx"]
 
 
 def test_a_spoilt_answer_costs_its_own_question(made):

@@ -10,6 +10,7 @@ import pytest
 
 from aligner.config.sections.rewards import RewardConfig, RewardFunctionConfig
 from aligner.errors import RewardError
+from aligner.processes import REQUESTS
 from aligner.rewards import verifiable
 from aligner.rewards.composite import RewardPipeline
 from aligner.rewards.functions import load_function
@@ -59,6 +60,14 @@ def test_math_kills_what_never_ends_and_goes_on():
     helper = verifiable._helper()
     assert math([sample("$9^{9^{9^{9}}}$", answer="3")], timeout_s=1.0) == [0.0] and helper.poll() == -signal.SIGALRM
     assert math([sample("3", answer="3")]) == [1.0] and verifiable._helper() is not helper
+
+
+def test_maths_helper_leaves_requests_to_stop_to_its_rank():
+    assert math([sample("3", answer="3")]) == [1.0]
+    helper = verifiable._helper()
+    for number in REQUESTS:
+        helper.send_signal(number)
+    assert math([sample("4", answer="4")]) == [1.0] and verifiable._helper() is helper
 
 
 def test_math_works_off_the_main_thread():

@@ -19,6 +19,7 @@ from typing import Any
 
 from aligner.errors import AlignerError
 from aligner.loading import for_good
+from aligner.processes import leave_requests_to_rank
 
 
 def _orphaned(parent: int) -> bool:
@@ -115,6 +116,7 @@ def _answer(connection: Connection, kind: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
+    leave_requests_to_rank()
     with for_good():
         worker = pkgutil.resolve_name(sys.argv[2])
     serve(Connection(int(sys.argv[1])), worker)
