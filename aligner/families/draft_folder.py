@@ -28,6 +28,8 @@ class EagleHead:
     num_kv_heads: int
     head_numbers: int  # of a token in the cache of a layer, for each of `num_kv_heads`
     vocab_size: int
+    ffn_hidden_size: int
+    drafted_tokens: int  # of `vocab_size`, the rows of its output matrix
 
 
 def exported(folder: str) -> Path:
@@ -65,7 +67,7 @@ def eagle_head(folder: str) -> EagleHead | None:
 
 def _head(architecture: str, whole: JsonObject, raw: JsonObject) -> EagleHead:
     heads, size = raw.integer("num_attention_heads", low=1), raw.integer("hidden_size", low=1)
-    latent = raw.integer("kv_lora_rank", 0)
+    latent, vocabulary = raw.integer("kv_lora_rank", 0), raw.integer("vocab_size", low=1)
     width = latent + raw.integer("qk_rope_head_dim", 0) if latent else 2 * raw.integer("head_dim", size // heads, low=1)
     return EagleHead(
         architecture,
@@ -74,5 +76,7 @@ def _head(architecture: str, whole: JsonObject, raw: JsonObject) -> EagleHead:
         heads,
         1 if latent else raw.integer("num_key_value_heads", heads, low=1),
         width,
-        raw.integer("vocab_size", low=1),
+        vocabulary,
+        raw.integer("intermediate_size", 4 * size, low=1),
+        whole.integer("draft_vocab_size", vocabulary, low=1),
     )

@@ -357,10 +357,26 @@ def _engine(cfg: Config, shape: ModelConfig, tensor: int, element: int, gpus: in
     return replace(planned, **entry_of(e.name).planned)
 
 
-def _drafter(shape: ModelConfig, folder: str) -> ModelConfig | None:
-    """Return the shape of the model that drafts. An EAGLE-3 head is not counted."""
-    here = _config_of(folder) is not None
-    return None if here and eagle_head(folder) is not None else shape_beside(shape, folder)
+def _drafter(shape: ModelConfig, folder: str) -> ModelConfig:
+    """Return the shape of the model that drafts. Of an EAGLE-3 head that of a llama with as many weights (more, with
+    latent attention): columns of its MLP stand for the matrix that joins three hidden states, and for what projections
+    read beside the embedding."""
+    head = eagle_head(folder) if _config_of(folder) is not None else None
+    if head is None:
+        return shape_beside(shape, folder)
+    width = head.head_numbers // 2
+    joined = 3 * head.hidden_size + head.num_layers * (head.num_heads + 2 * head.num_kv_heads) * width
+    return ModelConfig(
+        num_layers=head.num_layers,
+        hidden_size=head.hidden_size,
+        ffn_hidden_size=head.ffn_hidden_size + round(joined / 3 / head.num_layers),
+        num_heads=head.num_heads,
+        num_kv_heads=head.num_kv_heads,
+        head_dim=width,
+        vocab_size=head.drafted_tokens,
+        max_position=shape.max_position,
+        tie_embeddings=True,  # the embedding is the model's
+    )
 
 
 def _released(cfg: Config) -> bool:

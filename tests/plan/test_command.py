@@ -305,7 +305,7 @@ def test_a_plan_names_vllm_where_it_would_be_faster(model, faster, capsys):
     assert ("engine=vllm would be faster: step " in capsys.readouterr().out) == faster
 
 
-def test_a_layer_that_drafts_takes_memory_and_time(capsys, tmp_path):
+def test_a_layer_that_drafts_takes_memory_and_time(capsys):
     """As one more layer of the engine's weights and cache; prompt lookup takes none."""
     job = ["plan", "--gpus", "64", "stage=grpo", "model=glm4.7_flash", "engine.max_batch=512", "parallel.expert=8"]
     job += [
@@ -339,10 +339,25 @@ def test_a_layer_that_drafts_takes_memory_and_time(capsys, tmp_path):
     main([*job, *drafts, *sources["model"], "engine=vllm"])  # on which each GPU has a share of it
     shared = json.loads(capsys.readouterr().out)["memory"]["generate"]["items"]["draft model"]
     assert shared == pytest.approx(plans["model"]["memory"]["generate"]["items"]["draft model"] / 4, rel=1e-2)
-    raw = {"architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 53}
+
+
+def test_an_eagle_head_takes_the_memory_of_its_weights(capsys, tmp_path):
+    """A head as published: its matrices multiply twice the hidden state, and `fc` three of them."""
+    size, ffn, heads, kv, width, known = 4096, 14336, 32, 8, 128, 32000
+    raw = {"architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": heads, "num_key_value_heads": kv}
+    raw |= {"hidden_size": size, "intermediate_size": ffn, "vocab_size": 128256, "draft_vocab_size": known}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert main([*job, *drafts, f"engine.draft_model={tmp_path}", "engine=vllm"]) == 0
-    assert "draft model" not in json.loads(capsys.readouterr().out)["memory"]["generate"]["items"]
+    weights = 2 * size * (heads + 2 * kv) * width + heads * width * size + 3 * size * ffn + 3 * size**2 + known * size
+    job = ["plan", "--gpus", "8", "stage=grpo", "model=llama3_8b", "engine=vllm", "engine.draft_tokens=3", "--json"]
+    job += ["parallel.tensor=2", "parallel.sequence=true", "engine.dtype=bfloat16"]
+    items, seconds = {}, {}
+    for name, options in {"lookup": [], "head": [f"engine.draft_model={tmp_path}"]}.items():
+        assert main([*job, *options, "--acceptance-length", "2"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        items[name], seconds[name] = plan["memory"]["generate"]["items"], plan["time"]["generate"]["parts"]
+    assert items["head"]["draft model"] == pytest.approx(2 * weights, rel=1e-3)
+    assert items["head"]["engine weights"] == items["lookup"]["engine weights"]
+    assert seconds["head"]["drafts"] > 0 and "drafts" not in seconds["lookup"]
 
 
 def test_a_plan_names_the_acceptance_from_which_drafts_pay(capsys):
