@@ -193,8 +193,12 @@ generates !engine.can.repeats => run.deterministic =false
     | with {engine.name=}{engine.why.repeats} | engine.name=native repeats bit-for-bit.
 engine.can.computes_here engine.cuda_graphs=true model.moe.num_experts => engine.cuda_graphs =false
     | with experts: how many rows one gets is not known ahead
-model.traits.linear !engine.can.computes_here => engine.draft_tokens =0
-    | with {model.family=} and {engine.name=}, where drafts of states have not been tried | engine.name=native drafts.
+model.traits.linear !engine.can.computes_here !model.mtp.layers => engine.draft_tokens =0
+    | with {model.family=}, {engine.name=} and {model.mtp.layers=}: states fail where rows have unlike numbers of drafts
+    | engine.name=native looks drafts up.
+model.traits.linear !engine.can.computes_here => engine.draft_model =
+    | with {model.family=} and {engine.name=}, where such drafts of states have not been tried
+    | engine.name=native drafts.
 engine.name=trtllm model.mtp.layers => engine.draft_tokens =0
     | with {engine.name=} and {model.mtp.layers=}: TensorRT-LLM gives no logprobs where a layer of the model drafts
     | engine.name=vllm drafts with it.

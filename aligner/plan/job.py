@@ -89,6 +89,12 @@ class Engine:
     drafter: ModelConfig | None = None  # a model that drafts (`engine.draft_model`)
     accepted: float = 0.0  # tokens that a row gets from a step with drafts; 0: drafts are not counted
 
+    def state_bytes(self, m: ModelConfig) -> float:
+        """Return the bytes on a GPU that linear attention keeps of a row: in a process of its own with a state for each
+        draft, else with what made each token's change."""
+        own = row_bytes(m) * (1 + self.drafts) if self.reserved else row_bytes(m, self.drafts)
+        return own * self.shares / self.tensor
+
     @property
     def drafting(self) -> int:
         """The GPUs that share the weights and cache of a model that drafts; in the rank's own process each has all."""
@@ -231,7 +237,7 @@ class PlanJob:
         rows = self.rows.count / self.replicas * at_once
         half = self.rows.prompt_mean + self.rows.response_mean / 2  # what a row has so far, on average
         if engine.reserved:
-            held = token * half + row_bytes(shape) * engine.shares / engine.tensor
+            held = token * half + engine.state_bytes(shape)
             own = min(ceil(rows / engine.shares), engine.max_batch, engine.kv_bytes // held)
             return int(max(1, own)) * engine.shares, engine.kv_bytes
         prompts = rows if self.turns else self.rows.prompts / self.replicas  # trajectories go on with others
@@ -242,7 +248,7 @@ class PlanJob:
         again = positions if page else longest  # what paused for lack of pages is read again
         positions += engine.drafts + bool(engine.drafts and engine.window)
         positions = ceil(positions / page) * page if page else positions
-        state_positions = ceil(row_bytes(shape, engine.drafts) / engine.tensor / token)  # in positions
+        state_positions = ceil(engine.state_bytes(shape) / token)  # in positions
         each = longest + state_positions
         most = PREFILL_TOKENS * each // longest
         chunk = max(each, min(most, budget // 4, budget - positions - state_positions, each * ceil(prompts)))

@@ -17,7 +17,6 @@ from aligner.plan.devices import GIB, Assumptions, Device, find_device
 from aligner.plan.host import engine_host_bytes, host_items
 from aligner.plan.job import PlanJob, job_of
 from aligner.plan.limits import Limit, limits
-from aligner.plan.linear import row_bytes
 from aligner.plan.memory import Memory, generating, most_of, plan_memory, refuse, training
 from aligner.plan.sizing import Room, sized
 from aligner.plan.times import Machine, PhaseTime, computed_tokens, plan_times, pretrain_phase, update_mfu
@@ -211,7 +210,7 @@ class Prediction:
         engine, shape = self.job.engine, self.job.policy.shape
         if engine is None or not shape.layers_of("linear"):
             return []
-        each = row_bytes(shape, engine.drafts) * engine.shares / engine.tensor
+        each = engine.state_bytes(shape)
         slots = self.job.slots()[0] // engine.shares
         held = f"{each / 1e6:.1f} MB of a row of any length, {each * slots / GIB:.1f} GiB of {slots} rows"
         return [f"linear attention remembers on an engine's GPU {held}"]

@@ -447,6 +447,8 @@ grpo ; model=tiny_moe ; engine={name: vllm, draft_tokens: 4} ; mismatch.replay_r
 grpo ; engine={max_batch: 4, draft_tokens: 4} => engine.draft_tokens
 grpo ; engine.draft_model=conf => engine.draft_tokens
 grpo ; model=qwen3_next_80b_a3b ; engine={name: vllm, draft_tokens: 4} => engine.draft_tokens
+grpo ; model=qwen3.5_9b ; model.mtp.layers=1 ; engine={name: vllm, draft_tokens: 4, draft_model: conf}
+    => engine.draft_model
 grpo ; model=deepseek_v4_flash ; engine.draft_tokens=4 => engine.draft_tokens
 grpo ; engine={name: trtllm_engine, trtllm: {args: {backend: x}}} => engine.trtllm.args
 grpo ; reward.model_attributes={a: 1} => reward.model_attributes

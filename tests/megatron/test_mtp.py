@@ -87,12 +87,17 @@ class Oracle(torch.nn.Module):
         model = self.whole.model
         return model.norm(self.through(model.layers[:-1], model.embed_tokens(tokens)))
 
+    def normed(self, name, x):
+        return rms(x, 1 - self.middle + self.own[name], self.eps)
+
+    def layer_ahead(self, h, e):
+        """What the layer makes of hidden states and of the embeddings of the tokens that follow, before its last
+        norm."""
+        both = torch.cat([self.normed("enorm", e), self.normed("hnorm", h)], 2)
+        return self.through(self.whole.model.layers[-1:], both @ self.own["eh_proj"].T)
+
     def ahead(self, h, e):
-        """What the layer makes of hidden states and of the embeddings of the tokens that follow."""
-        enorm, hnorm, norm = (1 - self.middle + self.own[name] for name in ("enorm", "hnorm", "norm"))
-        both = torch.cat([rms(e, enorm, self.eps), rms(h, hnorm, self.eps)], 2)
-        x = self.through(self.whole.model.layers[-1:], both @ self.own["eh_proj"].T)
-        return rms(x, norm, self.eps)
+        return self.normed("norm", self.layer_ahead(h, e))
 
     def losses(self, rows, detach):
         """The stage's loss, the layer's, and the share of tokens that it would guess."""

@@ -375,3 +375,13 @@ def test_a_plan_names_the_acceptance_from_which_drafts_pay(capsys):
     assert seconds[2] < seconds[0] < seconds[1]
     assert main([*job, "--acceptance-length", "9"]) == 2
     assert "--acceptance-length=9.0: expected 1 to 8, with engine.draft_tokens=7" in capsys.readouterr().err
+
+
+def test_vllm_keeps_a_state_for_each_draft(capsys):
+    job = ["plan", "--gpus", "8", "stage=grpo", "model=qwen3.5_9b", "parallel.tensor=4", "engine=vllm"]
+    held = []
+    for drafts in ([], ["model.mtp.layers=1", "engine.draft_tokens=3"]):
+        main([*job, *drafts])
+        text = capsys.readouterr().out
+        held.append(float(re.search(r"linear attention remembers on an engine's GPU (\S+) MB", text)[1]))
+    assert held[1] == pytest.approx(4 * held[0], rel=1e-2)

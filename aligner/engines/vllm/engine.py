@@ -116,7 +116,8 @@ class VllmEngine(Replicated, ChildEngine):
     @cached_property
     def _pages(self) -> Pages:
         ranks = self.tensor_parallel // request_shares(self.options.args, self.tensor_parallel)
-        return Pages.of(self.cfg, self.dtype, ranks, self.block, 2 if self._reuses else 1, self._drafter)
+        states, drafts = 2 if self._reuses else 1, self.config.draft_tokens
+        return Pages.of(self.cfg, self.dtype, ranks, self.block, states, self._drafter, drafts)
 
     def _variables(self) -> dict[str, str]:
         variables = VARIABLES | {"OMP_NUM_THREADS": str(torch.get_num_threads())}

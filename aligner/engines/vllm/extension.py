@@ -135,8 +135,8 @@ def _of_layer_ahead(slots: list[Slot], config: Any, ahead: Any) -> list[Slot]:
     """Return tensors of the layer for multi-token prediction, with the layer's number in the config of the model that
     drafts: some of vLLM's count their layers from 0."""
     before, after = (f"model.layers.{count}." for count in (config.num_hidden_layers, ahead.num_hidden_layers))
-    own = (slot for slot in slots if slot.name.startswith(before))
-    return [replace(slot, name=after + slot.name.removeprefix(before)) for slot in own]
+    own = (slot for slot in slots if slot.name.startswith((before, "mtp.")))  # Qwen3.5's have no number
+    return [replace(slot, name=slot.name.replace(before, after)) for slot in own]
 
 
 def _stacks_experts(model: torch.nn.Module) -> bool:

@@ -51,10 +51,11 @@ class Pages:
         block: int,
         states: int,
         drafter: ModelConfig | EagleHead | None = None,
+        drafts: int = 0,
     ) -> Pages:
         """Return the pages of one of `ranks`. Without linear layers they have `block` tokens, with them the smallest
-        multiple that holds a state. `states`: of a row, in each linear layer. `drafter`: as in `vllm_drafter`, whose
-        layers are in the same pages."""
+        multiple that holds a state. `states`: of a row, in each linear layer, beside one for each of its `drafts`.
+        `drafter`: as in `vllm_drafter`, whose layers are in the same pages."""
         token = dtype.itemsize * _numbers(model, ranks)
         linear, layers, others = model.linear, len(model.layers_of("linear")), len(model.layers_of("attention"))
         others += model.mtp.layers
@@ -62,9 +63,9 @@ class Pages:
             drafted = dtype.itemsize * _drafted(drafter, ranks)
             return cls(block, block * (others * token + _indexed(model) + drafted), 1, 1)
         state = 4 * linear.value_heads * linear.value_head_dim * linear.key_head_dim
-        state += dtype.itemsize * (linear.conv - 1) * linear.key_heads * linear.mixed_width
+        state += dtype.itemsize * (linear.conv - 1 + drafts) * linear.key_heads * linear.mixed_width
         tokens = block * ceil(state / ranks / (block * token))
         most, least = max(layers, others), min(layers, others)
         group = most if most < 1.5 * least else least
         groups = ceil(others / group)
-        return cls(tokens, group * tokens * token, groups, 1 + states * ceil(layers / group))
+        return cls(tokens, group * tokens * token, groups, 1 + (states + drafts) * ceil(layers / group))

@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 
 from aligner.config.sections.model.mtp import MtpConfig
 from aligner.engines.child.worker import Settings
+from aligner.engines.vllm.engine import has_linear_kernel
 from aligner.engines.vllm.pages import Pages
 from aligner.engines.vllm.worker import engine_arguments
 from aligner.errors import ConfigError
@@ -20,9 +22,10 @@ from aligner.models.params import expected_hf_shapes
 from aligner.models.safetensors_io import write_hf
 from aligner.types import SamplingParams
 from tests.engines.contract import PROMPTS, check_logprobs, fill, reference, responses, seeds_for
-from tests.engines.vllm.setup import LLAMA, MODELS, make_engine, needs_vllm
+from tests.engines.vllm.setup import LINEAR, LLAMA, MODELS, make_engine, needs_vllm
+from tests.engines.vllm.test_vllm_engine import apart, of_rows
 from tests.engines.vllm.test_vllm_routing import function
-from tests.megatron.test_mtp import Oracle, rms
+from tests.megatron.test_mtp import Oracle
 from tests.tiny import hf_weights
 
 pytestmark = [needs_vllm, pytest.mark.slow]
@@ -51,15 +54,16 @@ def test_logprobs_are_the_models_samples_repeat_and_drafts_are_counted():
 
 
 class Drafter:
-    """What vLLM's models for multi-token prediction compute, in float64: they forget the embedding at position 0."""
+    """What vLLM's models for multi-token prediction compute, in float64: all but Qwen3.5's forget the embedding at
+    position 0."""
 
-    def __init__(self, cfg, share: float):
-        """`share`: how much a draft follows from the last token alone, as the model's tokens do."""
+    def __init__(self, cfg, share: float, layers: float = 0.01):
+        """`share`: how much a draft follows from the last token alone, as the model's tokens do with small `layers`."""
         self.oracle = oracle = Oracle(cfg)
-        self.normed = cfg.family == "deepseek_v3"  # what a further draft reads
+        self.normed = cfg.family == "deepseek_v3" or oracle.apart  # what a further draft reads
         for name, p in oracle.whole.named_parameters():
-            if ("o_proj" in name or "down_proj" in name) and f"layers.{cfg.num_layers}." not in name:
-                p *= 0.01
+            if re.search("o_proj|out_proj|down_proj", name) and f"layers.{cfg.num_layers}." not in name:
+                p *= layers
         oracle.own["norm"].copy_(oracle.whole.model.norm.weight)
         oracle.own["eh_proj"][:, : cfg.hidden_size] += share * torch.eye(cfg.hidden_size)
 
@@ -70,11 +74,10 @@ class Drafter:
     def drafts(self, tokens):
         oracle, embed, out = self.oracle, self.oracle.whole.model.embed_tokens, []
         h, e = oracle.hidden(torch.tensor([tokens[:-1]])), embed(torch.tensor([tokens[1:]]))
-        e[:, 0] = 0
+        e[:, 0] *= oracle.apart
         for _ in range(COUNT):
-            both = torch.cat([rms(e, oracle.own["enorm"], oracle.eps), rms(h, oracle.own["hnorm"], oracle.eps)], 2)
-            x = oracle.through(oracle.whole.model.layers[-1:], both @ oracle.own["eh_proj"].T)[:, -1:]
-            y = rms(x, oracle.own["norm"], oracle.eps)
+            x = oracle.layer_ahead(h, e)[:, -1:]
+            y = oracle.normed("norm", x)
             out.append(int(oracle.whole.lm_head(y).argmax()))
             h, e = torch.cat([h, y if self.normed else x], 1), torch.cat([e, embed(torch.tensor([out[-1:]]))], 1)
         return out
@@ -207,18 +210,23 @@ def test_heads_that_vllm_lacks_or_cannot_feed_are_refused(tmp_path):
             make_engine(cfg, draft_tokens=COUNT, draft_model=str(tmp_path))
 
 
+def update(engine, model, version=1):
+    names = expected_hf_shapes(engine.cfg)
+    engine.begin_update(version)
+    engine.update_weights((n, t) for n, t in model.oracle.tensors().items() if n in names)
+    engine.finish_update()
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
 @torch.no_grad()
 def test_the_models_layer_drafts_what_its_formula_says_after_every_update(name):
     cfg, counts = replace(MODELS[name], mtp=MtpConfig(1)), []
-    pages, names = Pages.of(cfg, torch.float32, 1, 16 if cfg.latent.kv_rank else 32, states=1), expected_hf_shapes(cfg)
+    pages = Pages.of(cfg, torch.float32, 1, 16 if cfg.latent.kv_rank else 32, states=1)
     # which the layer's cache is part of: for fewer layers vLLM would refuse the longest row
     engine = make_engine(cfg, draft_tokens=COUNT, kv_cache_bytes=12 * pages.bytes)
     for version, share in enumerate((0.0, 6.0), 1):
         model = Drafter(MODELS[name], share)
-        engine.begin_update(version)
-        engine.update_weights((n, t) for n, t in model.oracle.tensors().items() if n in names)
-        engine.finish_update()
+        update(engine, model, version)
         out = engine.generate(PROMPTS, seeds_for(PROMPTS), SamplingParams(LENGTH, temperature=0.0))
         check_logprobs(model, PROMPTS, 1, out)
         sums = engine.take_sums()
@@ -231,6 +239,39 @@ def test_the_models_layer_drafts_what_its_formula_says_after_every_update(name):
     check_logprobs(model, PROMPTS, 1, replace(outs[1], logprobs=outs[1].full_logprobs), 0.7)
     plain = engine.generate(PROMPTS, seeds, replace(sampling, top_p=1.0))
     check_logprobs(model, PROMPTS, 1, plain, 0.7)
+
+
+@pytest.mark.skipif(not has_linear_kernel(), reason="vLLM's linear layers need AVX-512 on a CPU")
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@torch.no_grad()
+def test_states_go_back_to_the_last_token_that_was_kept(name):
+    """In bfloat16, so numbers are near to the formula's: as near as of a pass that reads whole rows. The cache has room
+    for two rows, and the states of their drafts."""
+    cfg, prompts, rates = replace(LINEAR[name], mtp=MtpConfig(1)), [p for p in PROMPTS if len(p) > 1], []
+    pages = Pages.of(cfg, torch.bfloat16, 1, 32, 1, drafts=COUNT)
+    room = 2 * (pages.kept + pages.groups) - 1  # of the pages one is vLLM's own
+    engine = make_engine(cfg, dtype=torch.bfloat16, draft_tokens=COUNT, kv_cache_bytes=room * pages.bytes)
+    for version, share in enumerate((0.0, 6.0), 1):
+        model = Drafter(LINEAR[name], share)
+        update(engine, model, version)
+        out = engine.generate(prompts, seeds_for(prompts), SamplingParams(LENGTH, temperature=0.0))
+        expected = sum(model.accepted(*row) for row in zip(prompts, responses(out), strict=True))
+        assert engine.take_sums()["engine/draft_acceptance_rate"][0] == pytest.approx(expected, abs=1)
+        rates.append(expected)
+    assert rates[0] < 4 < rates[1]
+    model = Drafter(LINEAR[name], 6.0, layers=0.3)
+    update(engine, model, 3)
+    outs = [engine.generate(prompts, seeds_for(prompts, 8), SamplingParams(LENGTH, temperature=1.0)) for _ in range(2)]
+    assert responses(outs[0]) == responses(outs[1])
+    accepted, drafted = engine.take_sums()["engine/draft_acceptance_rate"]
+    assert 10 < accepted < 0.8 * drafted
+    check_distribution(model, prompts, 8, outs[0])
+    rows = [[*prompts[i // 8], *response] for i, response in enumerate(responses(outs[0]))]
+    lengths, tokens = torch.tensor([len(row) for row in rows]), pad_sequence(list(map(torch.tensor, rows)), True)
+    exact, scores = of_rows(model, rows), engine.logprobs(tokens, lengths)
+    scored = [row[n - LENGTH : n] for row, n in zip(scores, lengths, strict=True)]
+    exact = [row[-LENGTH:] for row in exact]
+    assert apart(outs[0].logprobs, exact) < 2 * apart(scored, exact)
 
 
 def test_a_gpu_worker_brings_back_what_drafts_where_weights_were_released():
