@@ -97,6 +97,7 @@ NOT_RUN = (
     "creating an engine from config.json with load_format=dummy",
     "an engine of several ranks without MPI and Ray",
     "drafts: how many are accepted, and whether their distribution stays",
+    "seeds of requests in one batch, which a comment of 1.4 calls not yet effective",
     "partial reloads, finalising and the prefix cache on a GPU",
     "CUDA IPC between trainer and child",
     "release and return of memory",
