@@ -19,12 +19,14 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed
     """Return (seconds of one decode step of an engine with `rows` rows at `context` tokens, seconds of its
     collectives). A step takes the larger of bytes (weights once, the cache of each of a rank's rows) over bandwidth and
     operations over rate, then samples; at least the host's time to launch. `fed`: tokens of each row. With several,
-    states of linear attention are read for all of them, and once more for those that are kept."""
+    the native engine reads states of linear attention for all of them, and once more for those that are kept."""
     engine, m = job.engine, job.served.shape
     assert engine is not None
     tp, width, assumed = engine.tensor, engine.tensor // engine.shares, machine.assumed
     own = max(1.0, rows / engine.shares)
-    if job.package and not m.traits.mamba:
+    if engine.reserved:
+        passes = 1.0 + fed  # its kernels read a row's state, and write one behind each token
+    elif job.package and not m.traits.mamba:
         passes = 4.0 + (fed > 1)  # the kernel's states are copied back
     else:
         passes = assumed.state_passes if fed == 1 else 2 * fed * assumed.state_passes + 2  # of a copy
@@ -35,7 +37,8 @@ def decode_step(job: PlanJob, machine: Machine, rows: float, context: float, fed
     products = head_operations(m, rows) / machine.rate + m.num_layers * machine.layer_products(m, rows)
     products += m.num_layers * (index_operations(m, rows) / machine.rate + machine.attention(m, rows, context))
     busy = max(moved / machine.device.bandwidth / assumed.decode, products / tp)
-    kernels = (m.num_layers + len(m.layers_of("linear")) * (fed > 1)) * assumed.layer_kernels  # those of states again
+    again = len(m.layers_of("linear")) * (fed > 1 and not engine.reserved)  # those of states
+    kernels = (m.num_layers + again) * assumed.layer_kernels
     busy += kernels * assumed.kernel_s
     busy += machine.moved(assumed.sampled_bytes * rows * m.vocab_size / (tp if engine.reserved else 1))
     if engine.launches:

@@ -377,7 +377,7 @@ def test_a_plan_names_the_acceptance_from_which_drafts_pay(capsys):
     assert "--acceptance-length=9.0: expected 1 to 8, with engine.draft_tokens=7" in capsys.readouterr().err
 
 
-def test_vllm_keeps_a_state_for_each_draft(capsys):
+def test_vllm_keeps_a_state_for_each_draft_and_has_kernels_of_its_own(capsys):
     job = ["plan", "--gpus", "8", "stage=grpo", "model=qwen3.5_9b", "parallel.tensor=4", "engine=vllm"]
     held = []
     for drafts in ([], ["model.mtp.layers=1", "engine.draft_tokens=3"]):
@@ -385,3 +385,8 @@ def test_vllm_keeps_a_state_for_each_draft(capsys):
         text = capsys.readouterr().out
         held.append(float(re.search(r"linear attention remembers on an engine's GPU (\S+) MB", text)[1]))
     assert held[1] == pytest.approx(4 * held[0], rel=1e-2)
+    paying = {}
+    for engine in ("native", "vllm"):  # without flash-linear-attention, which the native engine would read states with
+        main([*job, *drafts, f"engine={engine}"])
+        paying[engine] = float(re.search(r"1 row and (\S+) with", capsys.readouterr().out)[1])
+    assert paying["vllm"] < 0.6 * paying["native"]
