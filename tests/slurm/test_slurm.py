@@ -7,17 +7,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from aligner.config.freeze import load_frozen
 from aligner.config.resolve import quoted
-from tests import stages
+from aligner.sandbox.terminal import lacks
+from tests import soak_terminal, stages
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
+TERMINALS = 4  # of a rollout
 STAND_IN = ROOT / "tests/launchers/stand_in.sh"
 NASTY = """it's "$HOME" ${seed} `id` $(id) {a: [1, 2]},\nline 2; día 日本 \\ * #"""
 
@@ -54,6 +58,19 @@ def rounds(cluster, folder: Path) -> dict[str, str]:
     return {line.split(":")[0]: line.split()[2].rstrip(",") for line in out.splitlines() if ": job " in line}
 
 
+def in_terminals(folder: Path, name: str) -> list[str]:
+    """The overrides of a run whose second rollout lasts until the time limit of its job."""
+    soak_terminal.make_data(folder / "terminal")
+    args = f"{{memory_mb: 128, disk_mb: 16, starts: '{folder / name}.starts', rollout: {TERMINALS}}}"
+    own = ["environment.path=tests/assets/held_terminal.py:HeldShell", f"environment.args={args}", "run.steps=2"]
+    own += ["batch.group=2", "batch.micro_batch_samples=4"]
+    return soak_terminal.overrides(folder / "terminal", folder / "runs" / name, *own, "checkpoint.every=1")
+
+
+def submit_real(cluster, overrides: list[str]) -> str:
+    return cluster.aligner("submit", "--parsable", *overrides, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
+
+
 @pytest.fixture(scope="module")
 def jobs(cluster, tiny_data, tmp_path_factory):
     """Everything that needs no hand while it runs."""
@@ -77,8 +94,10 @@ def jobs(cluster, tiny_data, tmp_path_factory):
     actual.apart = cluster.aligner(
         "submit", "--parsable", "--nodes", "2", "run.steps=2", *actual.ahead, cwd=ROOT, ALIGNER_PYTHON=sys.executable
     )
+    actual.in_terminals = in_terminals(folder, "terminal")
+    actual.limited = "" if lacks() else submit_real(cluster, actual.in_terminals)
     sft = stages.overrides("sft", tiny_data, folder / "runs/sft", "run.steps=1000000", "run.eval_every=0")
-    actual.sft = cluster.aligner("submit", "--parsable", *sft, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
+    actual.sft = submit_real(cluster, sft)
     actual.stop = submit("stop", STEPS="100000")
     engines = ["reward.functions=[{path: math}]", "engine.ranks=2"]
     apart = ["stage=grpo", "--engine-nodes", "1", "--ranks-per-node", "2"]
@@ -297,7 +316,7 @@ def test_engines_on_a_node_of_their_own_generate_ahead_and_the_run_goes_on_as_a_
     assert cluster.ended(jobs.apart) == "COMPLETED", log(run)
     assert len(set(nodes_of(run, f"{jobs.apart}.0"))) == 2
     overrides = ["--engine-nodes", "1", "run.steps=4", *jobs.ahead]
-    second = cluster.aligner("submit", "--parsable", *overrides, cwd=ROOT, ALIGNER_PYTHON=sys.executable)
+    second = submit_real(cluster, overrides)
     assert cluster.ended(second) == "COMPLETED", log(run)
     assert len(set(nodes_of(run, f"{second}.0"))) == 2
     assert "resumed at step 2 of 4" in (run / "logs" / f"{second}.0/rank-0000.log").read_text()
@@ -331,6 +350,30 @@ def test_a_rank_of_engines_that_fails_ends_both_components_with_its_code(cluster
     assert states.count("JobState=FAILED") == states.count("ExitCode=7:0") == 2
     assert "rank 3 on node" in (jobs.place / f"aligner-grpo-{jobs.broken}.log").read_text()
     assert attempts(jobs.run("broken"))[-1][3] == "failed"
+
+
+def answers_of(run: Path) -> Counter[str]:
+    """How many answers to each terminal of the second rollout are recorded."""
+    (path,) = (run / "answers").glob("step-00000002-*")
+    return Counter(json.loads(line.partition(" ")[2])[0] for line in path.read_text().splitlines())
+
+
+@pytest.mark.skipif(bool(why := lacks()), reason=str(why))
+def test_what_a_time_limit_ends_within_a_terminals_call_the_next_job_goes_on_with(cluster, jobs):
+    """Its metrics and weights are those of a run without an end, and it starts no terminal that had ended."""
+    run, starts = jobs.run("terminal"), jobs.place / "terminal.starts"
+    assert cluster.ended(jobs.limited) == "TIMEOUT", log(run)
+    assert "got USR1" in log(run) and step(run) == 1 and not (run / "STOPPED").exists()
+    before, started = answers_of(run), len(starts.read_text().splitlines())
+    second = submit_real(cluster, jobs.in_terminals)
+    whole = in_terminals(jobs.place, "whole")
+    (jobs.place / "whole.starts.held").write_text("another job")
+    with soak_terminal.as_commands(), patch.object(soak_terminal, "OTHERS", []):
+        stages.run(whole)
+    assert cluster.ended(second) == "COMPLETED", log(run)
+    over = sum(before[key] == count for key, count in answers_of(run).items())
+    assert 0 < over < TERMINALS and len(starts.read_text().splitlines()) == started + TERMINALS - over
+    assert stages.same_weights(run, jobs.run("whole")) and stages.differences(run, jobs.run("whole")) == []
 
 
 def test_a_job_that_is_preempted_comes_back_where_it_was(cluster, tmp_path):
