@@ -34,7 +34,7 @@ class HeldShell(soak_terminal.CountedShell):
         if second and self._calls == 3:
             if not held.exists():
                 held.write_text(str(job))
-                time.sleep(5)  # in which other calls end: the signals of the limit go to all processes
+                time.sleep(20)  # in which other calls end: the signals of the limit go to all processes
                 subprocess.run(["scontrol", "update", f"JobId={job}", "TimeLimit=1"], check=True)
             if held.read_text() in ("", job):
                 threading.Event().wait()
