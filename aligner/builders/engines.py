@@ -19,7 +19,7 @@ from aligner.config.sections.model.config import ModelConfig, generating
 from aligner.data.dataset import PromptDataset
 from aligner.data.mixture import PromptMixture
 from aligner.engines.base import RolloutEngine
-from aligner.errors import ConfigError, EngineError
+from aligner.errors import EngineError
 from aligner.megatron.groups import neighbours
 from aligner.megatron.model import resolve_dtype
 from aligner.megatron.train import ShardedModel
@@ -126,11 +126,6 @@ def child_engine[E: ChildEngine](job: Job, model: ModelConfig, kind: type[E]) ->
             group=neighbours(cfg.engine.tensor_parallel),
             reports_routing=cfg.mismatch.replay_routing,
         )
-    if not engine.request_seeds:
-        job.say(f"TensorRT-LLM {engine.version}: samples do not follow their seeds (docs/how-to/tensorrt-llm.md)")
-        if cfg.run.deterministic:
-            expected = f"false with TensorRT-LLM {engine.version}, whose sampler ignores the seeds of requests"
-            raise ConfigError("run.deterministic", True, expected, "1.4 and engine.name=native follow them.")
     return engine
 
 

@@ -65,8 +65,8 @@ class EngineEntry:
     planned: Mapping[str, Any] = field(default_factory=dict)
 
 
-_SEEDED = {"own_process": True, "request_seeds": True, "repeats": True, "cuda_graphs": True, "sleep_weights": True}
-_SEEDED |= {"arguments": True, "prefix_reuse": True}
+_OWN_PROCESS = {"own_process": True, "cuda_graphs": True, "sleep_weights": True, "arguments": True}
+_OWN_PROCESS |= {"prefix_reuse": True, "apart": True, "tensor_parallel": True, "drafts": True}
 ENGINES = {
     "native": EngineEntry(
         Capabilities(
@@ -91,7 +91,7 @@ ENGINES = {
         by_default=("cuda_graphs", "sleep", "sleep_weights"),
     ),
     "vllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, routing=True, drafts=True),
+        Capabilities(**_OWN_PROCESS, routing=True, request_seeds=True, repeats=True),
         made_by="aligner.engines.vllm.engine:VllmEngine",
         made_apart_by="aligner.engines.vllm.in_place:InPlaceVllmEngine",
         section="vllm",
@@ -99,11 +99,12 @@ ENGINES = {
         check=vllm.check_model,
     ),
     "trtllm": EngineEntry(
-        Capabilities(**_SEEDED, apart=True, tensor_parallel=True, drafts=True),
+        Capabilities(**_OWN_PROCESS),
         made_by="aligner.engines.trtllm.torch_backend:TrtllmEngine",
         made_apart_by="aligner.engines.trtllm.in_place:InPlaceTrtllmEngine",
         section="trtllm",
         by_default=("cuda_graphs", "sleep"),
+        reasons={"repeats": ", whose sampler ignores seeds (1.2, 1.3) or draws a batch by its first row's (1.4)"},
         check=trtllm.check_model,
     ),
     "trtllm_engine": EngineEntry(

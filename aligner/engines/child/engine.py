@@ -70,7 +70,6 @@ class ChildEngine(RolloutEngine):
     worker: str  # module:class of what the child runs
     block: int  # tokens of a block of the KV cache
     called_on_first: tuple[str, ...] = ("listen",)  # calls to the first rank's child alone
-    request_seeds = True  # whether a sample depends on its own seed alone
 
     def __init__(
         self,

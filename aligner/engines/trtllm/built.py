@@ -11,7 +11,6 @@ from __future__ import annotations
 from aligner.config.sections.trtllm import NAME, check_window
 from aligner.engines.child.buckets import Memory
 from aligner.engines.child.worker import Settings
-from aligner.engines.trtllm.built_api import version_row
 from aligner.engines.trtllm.torch_backend import TrtllmEngine
 
 
@@ -21,7 +20,6 @@ class TrtllmBuiltEngine(TrtllmEngine):
 
     name, worker = NAME, "aligner.engines.trtllm.built_worker:EngineWorker"
     block = 1  # its KV cache is not paged
-    find_row = staticmethod(version_row)
 
     def _settings(self, memory: Memory) -> Settings:
         check_window(self.cfg, self.max_seq_len)

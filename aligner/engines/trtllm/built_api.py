@@ -67,7 +67,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 _GONE = "the builder and its runtime are gone; engine=trtllm runs on it"
 VERSIONS = (
-    *(Version(prefix, _SYMBOLS, _ARGUMENTS, request_seeds=True, min_p=True) for prefix in ("1.0", "1.1", "1.2")),
+    *(Version(prefix, _SYMBOLS, _ARGUMENTS, min_p=True) for prefix in ("1.0", "1.1", "1.2")),
     *(Version(prefix, (), {}, refused=_GONE) for prefix in ("1.3", "1.4")),
 )
 NOT_RUN = (

@@ -9,7 +9,8 @@ Release candidates of one version differ, so features are looked for in the pack
 not tell, the version does:
   logprobs_mode   RAW (default: of the untempered distribution) or PROCESSED (of the sampled one): pull request 9675
   logprobs        1: of the likeliest token, later of that and the sampled one (pull request 9374 asked for it)
-  seed            honoured per request by the default sampler (TorchSampler) since pull request 17172, ignored before
+  seed            ignored by the default sampler (TorchSampler) before pull request 17172; since then by request, but
+                  the pinned FlashInfer (0.6.15) draws all rows of a batch by the first one's
   min_p           honoured by that sampler since pull request 16590, ignored before
   drafts          only those of prompt lookup come from outside the model. The default sampler then samples behind each
                   drafted token and keeps those that equal it, so the distribution and its logprobs stay. Where the
@@ -76,7 +77,6 @@ class Version:
     symbols: tuple[str, ...] = _SYMBOLS
     # symbol -> what it must accept
     arguments: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _ARGUMENTS)
-    request_seeds: bool = False  # a sample depends on SamplingParams.seed alone, not on other requests
     min_p: bool = False
     refused: str = ""
 
@@ -91,13 +91,12 @@ VERSIONS = (
     ),
     Version("1.2"),
     Version("1.3"),
-    Version("1.4", request_seeds=True, min_p=True),
+    Version("1.4", min_p=True),
 )
 NOT_RUN = (
     "creating an engine from config.json with load_format=dummy",
     "an engine of several ranks without MPI and Ray",
     "drafts: how many are accepted, and whether their distribution stays",
-    "seeds of requests in one batch, which a comment of 1.4 calls not yet effective",
     "partial reloads, finalising and the prefix cache on a GPU",
     "CUDA IPC between trainer and child",
     "release and return of memory",

@@ -12,15 +12,12 @@ spread over the engines.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from aligner.config.sections.engine import EngineConfig
-from aligner.config.sections.model.config import ModelConfig
 from aligner.config.sections.trtllm import TrtllmConfig
 from aligner.engines.child.engine import ChildEngine
 from aligner.engines.child.process import interpreter
 from aligner.engines.native.fleet import Replicated
-from aligner.engines.trtllm.torch_api import Version, version_row
 from aligner.errors import MissingExtraError
 from aligner.types import Sums
 
@@ -44,11 +41,6 @@ class TrtllmEngine(Replicated, ChildEngine):
     worker = "aligner.engines.trtllm.torch_worker:Worker"
     block = 32
     called_on_first = ("listen", "generate")
-    find_row = staticmethod(version_row)
-
-    def __init__(self, model: ModelConfig, config: EngineConfig, **options: Any):
-        super().__init__(model, config, **options)
-        self.row: Version = self.find_row(self.version)
 
     @classmethod
     def require(cls, config: EngineConfig) -> None:
@@ -67,8 +59,3 @@ class TrtllmEngine(Replicated, ChildEngine):
         if self._group is None:
             return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
         return ON_RANKS
-
-    @property
-    def request_seeds(self) -> bool:
-        """Whether a sample depends on its own seed alone: of version 1.4 on."""
-        return self.row.request_seeds

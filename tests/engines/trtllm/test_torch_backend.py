@@ -216,7 +216,6 @@ def test_what_a_version_would_ignore_is_refused(monkeypatch):
     engine = fill(make_engine(LLAMA), reference(LLAMA))
     with pytest.raises(ConfigError, match=r"sampling.min_p=0.1: expected 0 with TensorRT-LLM 1.3"):
         engine.generate([[1]], [[0]], SamplingParams(2, min_p=0.1))
-    assert not engine.request_seeds
 
 
 @pytest.mark.parametrize(("version", "why"), [("1.1.0", "cannot be replaced"), ("0.21.0", "Installed is 0.21.0")])
