@@ -264,7 +264,7 @@ def test_states_go_back_to_the_last_token_that_was_kept(name):
     outs = [engine.generate(prompts, seeds_for(prompts, 8), SamplingParams(LENGTH, temperature=1.0)) for _ in range(2)]
     assert responses(outs[0]) == responses(outs[1])
     accepted, drafted = engine.take_sums()["engine/draft_acceptance_rate"]
-    assert 10 < accepted < 0.8 * drafted
+    assert 0 < accepted < 0.8 * drafted
     check_distribution(model, prompts, 8, outs[0])
     rows = [[*prompts[i // 8], *response] for i, response in enumerate(responses(outs[0]))]
     lengths, tokens = torch.tensor([len(row) for row in rows]), pad_sequence(list(map(torch.tensor, rows)), True)
