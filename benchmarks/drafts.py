@@ -30,6 +30,7 @@ from aligner.engines.native import NativeEngine
 from aligner.engines.native.engine import EngineStats
 from aligner.engines.native.load import fill
 from aligner.families.hf_config import config_from_hf
+from aligner.run.metrics import read_jsonl
 from aligner.types import SamplingParams
 from benchmarks.common import write_json
 from benchmarks.versus.workload import SIZES
@@ -116,16 +117,16 @@ def answered(engine: NativeEngine, prompts: list[list[int]], together: int, samp
 def compare(folder: Path) -> list[dict[str, Any]]:
     """Return a line for each source and case."""
     model, tokenizer = folder / "run" / "hf", load_tokenizer(str(folder / "tokenizer"))
-    texts = [json.loads(line)["prompt"] for line in (folder / "valid.jsonl").read_text().splitlines()]
-    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    rows = read_jsonl(folder / "valid.jsonl")
+    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
     engines = {source: engine_of(model, source) for source in SOURCES}
     lines = []
-    for case, (rows, together, temperature) in CASES.items():
+    for case, (count, together, temperature) in CASES.items():
         sampling = SamplingParams(LIMIT, temperature=temperature, stop_token_ids=(tokenizer.eos_token_id,))
         runs: dict[str, list[Result]] = {source: [] for source in SOURCES}
         for _ in range(ROUNDS):
             for source, engine in engines.items():
-                runs[source].append(answered(engine, prompts[:rows], together, sampling))
+                runs[source].append(answered(engine, prompts[:count], together, sampling))
         for source, results in runs.items():
             if any(result.rows != runs["none"][0].rows for result in results):
                 raise SystemExit(f"{source}, {case}: other tokens than without drafts")

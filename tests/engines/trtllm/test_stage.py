@@ -37,6 +37,14 @@ def samples(run: Path) -> list:
     return [json.loads(line)["response"] for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
+def equal(actual: Path, wanted: Path) -> list[dict]:
+    """Check that a run is that of the native engine; return its records."""
+    records = stages.records(actual)
+    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
+    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
+    return records
+
+
 @pytest.fixture(autouse=True)
 def no_fake_left():
     yield
@@ -58,14 +66,10 @@ def test_a_run_equals_that_of_the_native_engine(grpo, monkeypatch, tmp_path):
     use_fake(monkeypatch, log=str(tmp_path / "log"))
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")  # the package would wait for the other rank
-    actual, wanted = grpo("trtllm", "trtllm"), grpo("native", "native")
-    records = stages.records(actual)
+    records = equal(grpo("trtllm", "trtllm"), grpo("native", "native"))
     assert [r["step"] for r in records] == [1, 2, 3] and [r["refit/version"] for r in records] == [0, 1, 2]
-    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
     # nearer to the current weights than to the previous ones, by nearly the whole step
     assert all(abs(r["refit/sentinel_progress"] - 1) < 1e-2 for r in records[1:])
-
-    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
     calls = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
     assert calls.count("LLM") == 1 and calls[-1] == "shutdown"
     updates = [i for i, call in enumerate(calls) if call == "reload" and calls[i - 1] == "modules"]
@@ -87,11 +91,8 @@ def on_several(ranks, tiny_data, tiny_runs, tmp_path):
 @pytest.mark.multirank
 def test_an_engine_of_two_ranks_equals_the_native_one_of_two(on_several):
     """Each of the fake's processes computes its share of the native engine."""
-    actual, wanted = on_several("trtllm", trtllm, 2, "engine=trtllm"), on_several("native", run_stage, 2)
-    records = stages.records(actual)
+    records = equal(on_several("trtllm", trtllm, 2, "engine=trtllm"), on_several("native", run_stage, 2))
     assert [r["refit/version"] for r in records] == [0, 1, 2]
-    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
-    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
 
 
 @pytest.mark.slow
@@ -146,12 +147,8 @@ def test_logprobs_of_tokens_other_than_those_that_were_accepted_stop_the_run(grp
 @pytest.mark.slow
 def test_a_run_with_drafts_equals_that_without(grpo, monkeypatch):
     use_fake(monkeypatch)
-    actual = grpo("drafts", "trtllm", "engine.draft_tokens=3")
-    wanted = grpo("native", "native")
-    records = stages.records(actual)
-    assert all(r["refit/sentinel_error"] < 1e-5 and r["mismatch/logprob_abs_max"] < 1e-4 for r in records)
+    records = equal(grpo("drafts", "trtllm", "engine.draft_tokens=3"), grpo("native", "native"))
     assert all(1 < r["engine/mean_acceptance_length"] < 4 for r in records)
-    assert samples(actual) == samples(wanted) and stages.same_weights(actual, wanted)
 
 
 @pytest.mark.slow
